@@ -1,0 +1,56 @@
+"""What an EngineActor is started with: the model, its memory, the limits of its engine and of its queues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_actor.errors import InvalidOption
+from engine_actor.options import Numerics, require_integer, require_number
+
+
+@dataclass(frozen=True, slots=True)
+class ActorOptions:
+    """Plain values, so that they cross a process border.
+
+    model                 a Hugging Face folder or a GGUF file
+    dtype                 of weights and KV cache: "bfloat16" or "float32"
+    device                "auto" (CUDA where there is one), "cpu" or "cuda"
+    kv_memory             the KV pool: bytes if > 1, else the share of the memory that is free at start
+    max_model_len         longest sequence; None: the model's own context
+    max_batch_size        rows in one step
+    max_sessions          resident conversations, running or dormant
+    session_ttl_seconds   a conversation idle for longer is dropped from memory; 0: never
+    max_queued_turns      turns that wait for the engine; more are refused with QUEUE_FULL
+    max_turns_per_session turns of one session, the running one included; more are refused with SESSION_BUSY
+    threads               of the math libraries; 0: all cores of this machine
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    backend: str = "torch"
+    numerics: Numerics = Numerics.EXACT
+    kv_memory: float = 0.3
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_batch_size: int = 32
+    max_scheduled_tokens: int = 2048
+    chunk_size: int = 0
+    max_sessions: int = 256
+    session_ttl_seconds: float = 3600.0
+    max_queued_turns: int = 256
+    max_turns_per_session: int = 8
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float32"):
+            raise InvalidOption("dtype", self.dtype, "'bfloat16' or 'float32'")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidOption("device", self.device, "'auto', 'cpu' or 'cuda'")
+        if self.backend != "torch":
+            raise InvalidOption("backend", self.backend, "'torch'")
+        require_number("kv_memory", self.kv_memory, 1e-6, 2.0**50)
+        require_number("session_ttl_seconds", self.session_ttl_seconds, 0.0, 1e9)
+        for name in ("max_sessions", "max_queued_turns", "max_turns_per_session"):
+            require_integer(name, getattr(self, name), 1)
+        require_integer("threads", self.threads, 0, 1024)

@@ -1,0 +1,101 @@
+"""The model behind the engine: what a decoder declares, what it is given in a step, what it gives back.
+
+A decoder owns the tensors of the pools and nothing else that changes: which block belongs to whom is the engine's
+business. It writes only into the blocks and slots that the step names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedState:
+    """The one paged_kv group: keys and values of `layers`, each [num_blocks, block_size, kv_heads, head_size]."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_size: int
+    element_bytes: int
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block over all layers, keys and values (F008)."""
+        return 2 * len(self.layers) * block_size * self.kv_heads * self.head_size * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderManifest:
+    """What the engine must know of a model; it never asks for the model's name (F002).
+
+    vocab_size      columns of the logits
+    context_length  longest sequence that the positions allow
+    eos_token_ids   end a turn unless the turn ignores them
+    """
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    paged: PagedState
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """The pools a decoder allocates, once. `num_blocks` counts the null block 0 where the engine keeps one."""
+
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """One variable-length batch, without padding (F233). All arrays are int32 unless said otherwise.
+
+    input_ids                    int64 [tokens]   the rows' tokens, one row after the other
+    position_ids                 int64 [tokens]   past_sequence_lengths[row] + offset in the row
+    cumulative_sequence_lengths  [rows + 1]       starts with 0; row i is [c[i], c[i+1])
+    past_sequence_lengths        [rows]           committed KV positions of each row
+    block_table                  [rows, columns]  physical blocks in order of position, padded with -1 on the right (F134)
+    attention_metadata           [3]              max query length, upper and lower bound of the longest KV (F237)
+    logits_rows                  int64 [wanted]   packed token indices whose logits are returned, in this order
+    block_copies                 (source, destination) pairs, copied in all layers before anything else of this step
+    """
+
+    input_ids: Int64
+    position_ids: Int64
+    cumulative_sequence_lengths: Int32
+    past_sequence_lengths: Int32
+    block_table: Int32
+    attention_metadata: Int32
+    logits_rows: Int64
+    block_copies: tuple[tuple[int, int], ...] = field(default=())
+
+
+class Decoder(Protocol):
+    """Implemented by every backend and by the doubles of the tests; one conformance suite runs over all of them."""
+
+    @property
+    def manifest(self) -> DecoderManifest: ...
+
+    @property
+    def row_invariant(self) -> bool:
+        """A row's logits are bitwise the same in any batch, for any chunking and any placement of its blocks."""
+        ...
+
+    def allocate(self, pools: PoolGeometry) -> None:
+        """Allocates the pools. Called once, before the first `forward`. May raise MemoryError."""
+        ...
+
+    def forward(self, step: PackedStep) -> Any:
+        """Logits [len(step.logits_rows), vocab_size], float32, as a torch tensor on any device or a numpy array.
+
+        Raises RetryableStepError (nothing is wrong with the decoder, the same step may succeed later) or
+        ExecutionMemoryExceeded; MemoryError and torch's out-of-memory error count as the latter, all else is fatal.
+        """
+        ...

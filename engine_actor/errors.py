@@ -1,0 +1,66 @@
+"""Errors of the engine, by who has to act on them.
+
+Asserts are for our bugs; these are for the user's and for the machine's. Every one of them can cross a process
+border: it is rebuilt from its arguments.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class InvalidOption(EngineError, ValueError):
+    """A value that the caller chose cannot be used. Nothing was changed."""
+
+    def __init__(self, field: str, value: object, wanted: str) -> None:
+        super().__init__(field, value, wanted)
+        self.field, self.value, self.wanted = field, value, wanted
+
+    def __str__(self) -> str:
+        return f"{self.field} must be {self.wanted}, not {self.value!r}"
+
+
+class InvalidCall(EngineError):
+    """A call that this state does not allow: a turn on a closed request, another engine's buffer. Nothing was changed."""
+
+
+class WrongThread(EngineError):
+    """An engine call from a thread that does not own the engine (F047)."""
+
+
+class StaleView(EngineError):
+    """A borrowed event was read after a later `run` reused its storage (F062)."""
+
+
+class ContextLengthExceeded(EngineError):
+    """The input leaves no room for a generated token (F022). `limit` is the longest sequence allowed."""
+
+    def __init__(self, current: int, added: int, limit: int) -> None:
+        super().__init__(current, added, limit)
+        self.current, self.added, self.limit = current, added, limit
+
+    def __str__(self) -> str:
+        held = f"{self.current} tokens held + " if self.current else ""
+        return f"{held}{self.added} input tokens leave no room for an answer in {self.limit} tokens"
+
+
+class OutOfBlocks(EngineError):
+    """A pool was asked for more than it has free. Callers plan first, so in a step this is a contract failure."""
+
+
+class ContractViolation(EngineError):
+    """Two parts of the engine disagree: fatal, the engine stops (F173)."""
+
+
+class RetryableStepError(EngineError):
+    """A decoder or sampler could not do this step but may do the next one: the step is rolled back."""
+
+
+class ExecutionMemoryExceeded(EngineError):
+    """Memory ran out while the step ran: rolled back like a retryable error, reported as capacity (F171)."""
+
+
+class EngineUnhealthy(EngineError):
+    """The first fatal error of an engine, raised by every later call that would make progress (F175)."""

@@ -1,0 +1,175 @@
+"""What a caller chooses: per engine, per request and per turn.
+
+All three are frozen, so a snapshot is a reference: nobody can change options after they were used (F015, F049).
+Bad values raise `InvalidOption`, which names the field and the value, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine_actor.errors import InvalidOption
+
+MAX_INT32 = 2**31 - 1
+UNBOUNDED = MAX_INT32
+
+
+class Numerics(StrEnum):
+    """How much a token may depend on its company.
+
+    `EXACT`: a token is the same alone, in any batch, for any chunking, on a hit or a miss and after a replay, bit
+    for bit; needs a decoder that declares `row_invariant`. `FAST`: near ties may fall either way.
+    """
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
+def require_integer(name: str, value: object, low: int, high: int = MAX_INT32) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidOption(name, value, f"an integer from {low} to {high}")
+
+
+def require_number(name: str, value: object, low: float, high: float) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidOption(name, value, f"a number from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class FairnessBounds:
+    """Bounds beyond S0 (PARITY "What a better system should close", 1 and 2). `FairnessBounds.off()` gives S0's order.
+
+    max_passed_over     steps a runnable row may be left out for want of rows or tokens before it goes first
+    min_prefill_share   share of the token budget kept for prefills while one waits, in [0, 1)
+    max_overtakes       requests that may be admitted past a waiting prompt that lacks memory
+    """
+
+    max_passed_over: int = 8
+    min_prefill_share: float = 0.25
+    max_overtakes: int = 32
+
+    def __post_init__(self) -> None:
+        require_integer("fairness.max_passed_over", self.max_passed_over, 1)
+        require_number("fairness.min_prefill_share", self.min_prefill_share, 0.0, 0.9)
+        require_integer("fairness.max_overtakes", self.max_overtakes, 0)
+
+    @staticmethod
+    def off() -> FairnessBounds:
+        return FairnessBounds(UNBOUNDED, 0.0, UNBOUNDED)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The limits of one engine.
+
+    num_blocks            usable KV blocks (the null block is not counted, C01)
+    block_size            token positions in a block
+    max_batch_size        rows in one step
+    max_residents         requests that may own memory, running or dormant; None: as max_batch_size (S0)
+    max_scheduled_tokens  tokens in one step (F003)
+    chunk_size            longest part of a prompt in one step; 0: only the token budget bounds it (F092)
+    max_length            longest sequence of a request; None: what the decoder's context and the pool allow
+    preemption            when only running rows are left and none can grow, recompute one of them later
+    max_preemptions       times one request is preempted before others are chosen first
+    prefix_reuse          share full blocks of equal prefixes between the requests of one tenant
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_batch_size: int = 32
+    max_residents: int | None = None
+    max_scheduled_tokens: int = 2048
+    chunk_size: int = 0
+    max_length: int | None = None
+    numerics: Numerics = Numerics.EXACT
+    preemption: bool = True
+    max_preemptions: int = 4
+    prefix_reuse: bool = True
+    fairness: FairnessBounds = field(default_factory=FairnessBounds)
+    first_block_id: int = 1
+    block_order: str = "fifo"
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_batch_size", "max_scheduled_tokens"):
+            require_integer(name, getattr(self, name), 1)
+        require_integer("chunk_size", self.chunk_size, 0)
+        require_integer("max_preemptions", self.max_preemptions, 0)
+        require_integer("first_block_id", self.first_block_id, 0, 1)
+        for name in ("max_length", "max_residents"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), 1)
+        if self.block_order not in ("fifo", "lowest"):
+            raise InvalidOption("block_order", self.block_order, "'fifo' or 'lowest'")
+
+    @property
+    def residents(self) -> int:
+        return self.max_batch_size if self.max_residents is None else self.max_residents
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What holds for a request's whole life.
+
+    max_session_tokens  prompt + generated + all continuation input; 0: the engine's max_length (F023)
+    salt                tenant: only requests of equal salt share prefix blocks
+    num_beams           anything but 1 is refused (F013)
+    """
+
+    max_session_tokens: int = 0
+    salt: bytes = b""
+    num_beams: int = 1
+
+    def __post_init__(self) -> None:
+        require_integer("max_session_tokens", self.max_session_tokens, 0)
+        if self.num_beams != 1:
+            raise InvalidOption("num_beams", self.num_beams, "1 (beam search is not served)")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is chosen from its logits: temperature, then top_k, then top_p over what top_k left.
+
+    temperature 0 or top_k 1 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is the key of the random stream;
+    the counter is the token's absolute index in its sequence, so a draw depends on nothing else.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_integer("top_k", self.top_k, 0)
+        require_number("top_p", self.top_p, 0.0, 1.0)
+        require_integer("seed", self.seed, 0, 2**64 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """What holds for one turn (C10).
+
+    max_generated_tokens  0: no limit beyond the session's (F024)
+    stop_token_ids        end the turn as EOS does, with reason StopSequence
+    ignore_eos            EOS is an ordinary token
+    priority              lower goes first; equal priorities keep their order
+    """
+
+    max_generated_tokens: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        require_integer("max_generated_tokens", self.max_generated_tokens, 0)
+        require_integer("priority", self.priority, -MAX_INT32)
+        for token in self.stop_token_ids:
+            require_integer("stop_token_ids", token, 0)

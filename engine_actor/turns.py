@@ -1,0 +1,117 @@
+"""Messages between the front door and an EngineActor: plain data that crosses a process border.
+
+A turn answers with exactly one of: a `TurnRefused`; or a `TurnAccepted`, any number of `TurnTokens`, one `TurnEnded`.
+Refusal is data, not an exception, so that the local and the remote path see the same thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine_actor.options import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class HistorySpan:
+    """Tokens [start, end) of the prompt are an assistant message whose text has this sha256 digest."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One turn, validated and tokenized.
+
+    request_id            for logs and traces
+    owner                 tenant, from the API key; part of every session's identity and of the prefix salt
+    session_id            None: anonymous, nothing stays resident
+    prompt_ids            the whole rendered prompt
+    spans                 assistant messages in it, in order; where this server generated one, its own tokens are used
+    max_generated_tokens  0: what the context leaves
+    """
+
+    request_id: str
+    owner: str
+    session_id: str | None
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_generated_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    priority: int = 0
+    spans: tuple[HistorySpan, ...] = ()
+
+
+class RefusalCode(StrEnum):
+    """Why a turn was not accepted, and whether another replica could accept it."""
+
+    CONTEXT_LENGTH = "context_length_exceeded"  # never fits: the client's to mend
+    INVALID = "invalid_request"  # a value that the engine refuses
+    SESSION_BUSY = "session_busy"  # too many turns of this session wait already
+    QUEUE_FULL = "queue_full"  # this replica's queue is full
+    UNAVAILABLE = "unavailable"  # draining, or its engine has failed
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRefused:
+    """`limit` and `prompt_tokens` belong to CONTEXT_LENGTH, `retry_after` (seconds) to the temporary ones."""
+
+    code: RefusalCode
+    message: str
+    prompt_tokens: int = 0
+    limit: int = 0
+    retry_after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAccepted:
+    """The engine has taken the turn. `cached_tokens`: KV positions that are not recomputed; known at this moment,
+    since the resident cache is matched when the turn begins."""
+
+    replica: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """All tokens of one step (or of several, for a reader that is behind). EOS and stop tokens are not among them."""
+
+    token_ids: tuple[int, ...]
+
+
+class EndReason(StrEnum):
+    STOP = "stop"  # EOS or a stop token
+    LENGTH = "length"  # a turn or session limit
+    FAILED = "failed"  # the engine could not go on; see the message
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """The last message of an accepted turn."""
+
+    reason: EndReason
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    message: str = ""
+
+
+TurnDelta = TurnAccepted | TurnTokens | TurnEnded | TurnRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A resident conversation. `cached_tokens` are in the KV cache; `idle_seconds` is 0 while a turn runs."""
+
+    session_id: str
+    owner: str
+    replica: str
+    tokens: int
+    cached_tokens: int
+    blocks: int
+    running: bool
+    idle_seconds: float

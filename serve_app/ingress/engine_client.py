@@ -1,0 +1,31 @@
+"""The seam between HTTP and engines: the same ASGI app runs beside an engine or in front of many.
+
+`stream_turn` has a local and a handle form; everything else reaches all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
+
+
+class EngineClient(Protocol):
+    def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
+        """The deltas of one turn. `routing_key` finds the home of a conversation (session, or a hint for an anonymous
+        one); closing the iterator (aclose) is the only way to cancel. A replica that dies before it accepted, or that
+        refuses with QUEUE_FULL or UNAVAILABLE, is replaced by another one, a bounded number of times."""
+        ...
+
+    async def sessions(self, owner: str) -> list[SessionInfo]:
+        """Resident sessions of this owner on all replicas."""
+        ...
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        """Drops a session wherever it is resident; False if no replica knew it."""
+        ...
+
+    async def ready(self) -> bool:
+        """At least one replica can take a turn."""
+        ...
