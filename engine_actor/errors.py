@@ -64,3 +64,22 @@ class ExecutionMemoryExceeded(EngineError):
 
 class EngineUnhealthy(EngineError):
     """The first fatal error of an engine, raised by every later call that would make progress (F175)."""
+
+
+class ModelError(EngineError):
+    """A model cannot be loaded. `model` is its path."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(model, reason)
+        self.model, self.reason = model, reason
+
+    def __str__(self) -> str:
+        return f"{self.model}: {self.reason}"
+
+
+class UnsupportedModel(ModelError):
+    """The files are readable, but the architecture, a setting in them or a tensor is not what Moorage can run."""
+
+
+class UnreadableModel(ModelError):
+    """The files are missing, truncated or corrupt."""

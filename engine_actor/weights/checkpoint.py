@@ -1,0 +1,74 @@
+"""A model on disk: its configuration, and its tensors by one naming whatever the file format.
+
+Names are those of Hugging Face's Llama and Gemma 3 checkpoints (`model.layers.0.self_attn.q_proj.weight`). Values are
+those that the formulas use: a norm weight is what the normalised row is multiplied with, and the two halves of a rotated
+head lie one after the other. Readers undo what a format stores differently.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+
+from engine_actor.errors import UnreadableModel, UnsupportedModel
+from engine_actor.weights.config import ModelConfig
+
+# Called with (tensors read so far, tensors in the checkpoint).
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint(ABC):
+    """One opened model. Tensors are read when asked for, one at a time; nothing is kept."""
+
+    def __init__(self, path: str, config: ModelConfig, progress: Progress | None) -> None:
+        self.path = path
+        self.config = config
+        self._progress = progress
+        self._read: set[str] = set()
+
+    @property
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The tensors that this checkpoint holds."""
+
+    @abstractmethod
+    def _shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor on the CPU, contiguous, rounded to `dtype`.
+
+        Raises UnsupportedModel when it is missing or has another shape, UnreadableModel when its bytes are damaged.
+        """
+        if name not in self.names:
+            raise UnsupportedModel(self.path, f"tensor {name!r} is missing")
+        found = self._shape(name)
+        if found != shape:
+            raise UnsupportedModel(self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}")
+        value = self._load(name, dtype)
+        self._read.add(name)
+        if self._progress is not None:
+            self._progress(len(self._read), len(self.names))
+        return value
+
+
+def open_checkpoint(path: str | Path, progress: Progress | None = None) -> Checkpoint:
+    """Opens a Hugging Face folder (config.json and *.safetensors) or a GGUF file.
+
+    Raises UnreadableModel for missing, truncated or corrupt files, UnsupportedModel for what Moorage cannot run.
+    """
+    # Late, since both build on `Checkpoint`.
+    from engine_actor.weights.gguf_checkpoint import GgufCheckpoint
+    from engine_actor.weights.hugging_face import HuggingFaceCheckpoint
+
+    place = Path(path)
+    if place.is_dir():
+        return HuggingFaceCheckpoint(place, progress)
+    if place.is_file():
+        return GgufCheckpoint(place, progress)
+    raise UnreadableModel(str(path), "there is no such file or folder")
