@@ -1,0 +1,143 @@
+"""Which replica takes a turn: a pure function, so that every process with the same facts gives the same
+answer.
+
+The rule:
+
+1.  A turn with a routing key has a *home*. It is the replica that holds the conversation (when several do,
+    the one this process sent it to last, else the first of them by rank); else the replica this process sent
+    it to last; else the first by rank.
+2.  *Rank* is the rendezvous hash: replicas ordered by blake2b(key, replica id). It needs no state. A replica
+    that joins takes only those keys for which it comes first; one that leaves gives up only its own.
+3.  The home is left for this turn when it does not accept turns or has refused this one (DETOUR), or when it
+    is overloaded (SPILL): its load exceeds that of the least loaded alternative by the absolute margin *and*
+    by the relative one. A conversation that is resident has a cache to lose, so its margins are wider than a
+    newcomer's.
+4.  A turn that leaves its home goes to the next in order: holders first, then by rank; with SPILL, one that
+    is not overloaded itself.
+5.  A turn without a key goes to the least loaded replica; equal loads are ordered by the rendezvous hash of
+    its request id, so that a burst spreads before the first load report arrives.
+6.  Replicas that accept nothing, or have refused this turn, come last, in the same order: they are better
+    than none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why the first replica of a placement is the first. Each is counted by the router."""
+
+    RESIDENT = "resident"
+    TABLE = "table"
+    RENDEZVOUS = "rendezvous"
+    SPILL = "spill"
+    DETOUR = "detour"
+    LEAST_LOADED = "least_loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """What is known of a replica when a turn is placed.
+
+    load       turns there, running and waiting
+    resident   it holds this turn's conversation
+    accepting  it takes new turns, and has not refused this one
+    """
+
+    replica_id: str
+    load: int = 0
+    resident: bool = False
+    accepting: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """A replica is overloaded against another when load > other + absolute and load > other * relative."""
+
+    absolute: int
+    relative: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.absolute, bool) or not isinstance(self.absolute, int) or self.absolute < 0:
+            raise ValueError(f"the absolute margin must be an integer >= 0, not {self.absolute!r}")
+        if not isinstance(self.relative, int | float) or not self.relative >= 1.0:
+            raise ValueError(f"the relative margin must be a number >= 1, not {self.relative!r}")
+
+    def overloaded(self, load: int, other: int) -> bool:
+        return load > other + self.absolute and load > other * self.relative
+
+
+@dataclass(frozen=True, slots=True)
+class SpillPolicy:
+    """`known`: for conversations with a home; `newcomer`: for those that only rank places."""
+
+    known: Margins = Margins(16, 1.5)
+    newcomer: Margins = Margins(4, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Replica ids, best first, each replica once; empty only if there are no replicas."""
+
+    ranked: tuple[str, ...]
+    reason: Reason
+
+
+def rendezvous_score(key: str, replica_id: str) -> int:
+    """64 bits. The length prefix keeps ("a", "bc") apart from ("ab", "c")."""
+    text = f"{len(key)}:{key}{replica_id}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"moorage").digest(), "big")
+
+
+def by_rank(key: str, replica_ids: Collection[str]) -> list[str]:
+    """Highest score first; equal scores, which 64 bits make a curiosity, by id."""
+    return sorted(replica_ids, key=lambda replica: (-rendezvous_score(key, replica), replica))
+
+
+def place(
+    key: str | None,
+    replicas: Sequence[ReplicaView],
+    *,
+    request_id: str,
+    table_home: str | None = None,
+    policy: SpillPolicy | None = None,
+) -> Placement:
+    """Ranks `replicas` for one turn by the rule above. Their order in the input does not matter."""
+    views = {view.replica_id: view for view in replicas}
+    if key is None:
+        rank = {replica: i for i, replica in enumerate(by_rank(request_id, views))}
+        order = sorted(views, key=lambda r: (not views[r].accepting, views[r].load, rank[r]))
+        return Placement(tuple(order), Reason.LEAST_LOADED)
+
+    order, reason = _from_home(by_rank(key, views), views, table_home)
+    willing = [r for r in order if views[r].accepting]
+    unwilling = [r for r in order if not views[r].accepting]
+    if not willing:
+        return Placement(tuple(unwilling), reason)
+    if order[0] != willing[0]:
+        reason = Reason.DETOUR
+
+    policy = policy or SpillPolicy()
+    margins = policy.newcomer if reason is Reason.RENDEZVOUS else policy.known
+    lightest = min(views[r].load for r in willing)
+    if margins.overloaded(views[willing[0]].load, lightest):
+        reason = Reason.SPILL
+        over = {r for r in willing if margins.overloaded(views[r].load, lightest)}
+        willing.sort(key=lambda r: r in over)  # stable: order is kept within both halves
+    return Placement((*willing, *unwilling), reason)
+
+
+def _from_home(
+    rank: list[str], views: dict[str, ReplicaView], table_home: str | None
+) -> tuple[list[str], Reason]:
+    """Holders (the table's first), then the table's home, then the rest by rank."""
+    holders = [r for r in rank if views[r].resident]
+    holders.sort(key=lambda r: r != table_home)
+    remembered = [r for r in rank if r == table_home and r not in holders]
+    order = holders + remembered
+    reason = Reason.RESIDENT if holders else Reason.TABLE if remembered else Reason.RENDEZVOUS
+    return order + [r for r in rank if r not in order], reason

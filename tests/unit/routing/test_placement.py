@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.routing.placement import Margins, Placement, Reason, ReplicaView, SpillPolicy, by_rank, place
+
+IDS = st.lists(st.text("abcdef0123456789", min_size=1, max_size=8), min_size=1, max_size=6, unique=True)
+MANY_KEYS = st.lists(st.text(min_size=1), min_size=1, max_size=40, unique=True)
+KEYS = st.one_of(st.none(), st.text(min_size=1, max_size=12))
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[ReplicaView]:
+    return [
+        ReplicaView(name, draw(st.integers(0, 60)), draw(st.booleans()), draw(st.booleans()))
+        for name in draw(IDS)
+    ]
+
+
+def idle(*names: str, resident: str | None = None) -> list[ReplicaView]:
+    return [ReplicaView(name, resident=name == resident) for name in names]
+
+
+def first(key: str | None, views: list[ReplicaView], table_home: str | None = None) -> tuple[str, Reason]:
+    placement = place(key, views, request_id="r", table_home=table_home)
+    return placement.ranked[0], placement.reason
+
+
+@given(KEYS, fleets(), st.randoms(use_true_random=False), st.booleans())
+def test_the_answer_does_not_depend_on_the_order_of_the_replicas(
+    key: str | None, fleet: list[ReplicaView], rng: random.Random, with_table: bool
+) -> None:
+    table_home = fleet[0].replica_id if with_table else None
+    shuffled = fleet[:]
+    rng.shuffle(shuffled)
+    assert place(key, fleet, request_id="r", table_home=table_home) == place(
+        key, shuffled, request_id="r", table_home=table_home
+    )
+
+
+@given(KEYS, fleets())
+def test_every_replica_is_ranked_exactly_once_and_unwilling_ones_come_last(
+    key: str | None, fleet: list[ReplicaView]
+) -> None:
+    ranked = place(key, fleet, request_id="r").ranked
+    assert sorted(ranked) == sorted(view.replica_id for view in fleet)
+    accepting = {view.replica_id: view.accepting for view in fleet}
+    flags = [accepting[replica] for replica in ranked]
+    assert flags == sorted(flags, reverse=True)
+
+
+@given(
+    IDS,
+    st.text("xyz", min_size=1, max_size=6),
+    MANY_KEYS,
+)
+def test_a_new_replica_moves_no_resident_session_and_only_its_share_of_unknown_ones(
+    names: list[str], joiner: str, keys: list[str]
+) -> None:
+    for key in keys:
+        home, _ = first(key, idle(*names))
+        assert first(key, idle(*names, joiner, resident=home)) == (home, Reason.RESIDENT)
+        after, reason = first(key, idle(*names, joiner))
+        assert reason is Reason.RENDEZVOUS
+        assert after in (home, joiner)
+
+
+@given(
+    IDS.filter(lambda names: len(names) > 1),
+    MANY_KEYS,
+)
+def test_a_lost_replica_moves_only_its_own_sessions(names: list[str], keys: list[str]) -> None:
+    lost, rest = names[0], names[1:]
+    for key in keys:
+        before, _ = first(key, idle(*names))
+        after, _ = first(key, idle(*rest))
+        assert after == before or before == lost
+
+
+def test_rendezvous_spreads_keys_evenly() -> None:
+    counts = dict.fromkeys("abcd", 0)
+    for i in range(4000):
+        counts[by_rank(f"session-{i}", list("abcd"))[0]] += 1
+    assert all(850 < count < 1150 for count in counts.values()), counts
+
+
+def test_residency_goes_before_the_table_and_the_table_before_rank() -> None:
+    names = by_rank("k", ["a", "b", "c"])
+    top, second, third = names
+    assert first("k", idle(*names)) == (top, Reason.RENDEZVOUS)
+    assert first("k", idle(*names), table_home=second) == (second, Reason.TABLE)
+    assert first("k", idle(*names, resident=third), table_home=second) == (third, Reason.RESIDENT)
+
+
+def test_of_several_holders_the_one_in_the_table_is_first_and_the_others_follow() -> None:
+    top, second, third = by_rank("k", ["a", "b", "c"])
+    views = [ReplicaView(top), ReplicaView(second, resident=True), ReplicaView(third, resident=True)]
+    assert place("k", views, request_id="r", table_home=third) == Placement(
+        (third, second, top), Reason.RESIDENT
+    )
+
+
+def test_a_table_entry_of_a_replica_that_is_gone_is_ignored() -> None:
+    assert first("k", idle("a"), table_home="gone") == ("a", Reason.RENDEZVOUS)
+
+
+@pytest.mark.parametrize(
+    ("home_load", "other_load", "spills"),
+    [(16, 0, False), (17, 0, True), (40, 30, False), (60, 40, False), (61, 40, True)],
+)
+def test_a_resident_session_spills_only_past_both_margins(
+    home_load: int, other_load: int, spills: bool
+) -> None:
+    views = [ReplicaView("home", home_load, resident=True), ReplicaView("other", other_load)]
+    expected = ("other", Reason.SPILL) if spills else ("home", Reason.RESIDENT)
+    assert first("k", views) == expected
+
+
+def test_a_newcomer_spills_sooner_than_a_resident() -> None:
+    top, second = by_rank("k", ["a", "b"])
+    assert first("k", [ReplicaView(top, 5), ReplicaView(second, 0)]) == (second, Reason.SPILL)
+    assert first("k", [ReplicaView(top, 5, resident=True), ReplicaView(second, 0)]) == (top, Reason.RESIDENT)
+
+
+def test_a_spill_goes_past_alternatives_that_are_overloaded_too() -> None:
+    top, second, third = by_rank("k", ["a", "b", "c"])
+    views = [ReplicaView(top, 50, resident=True), ReplicaView(second, 50), ReplicaView(third, 1)]
+    assert place("k", views, request_id="r").ranked == (third, top, second)
+
+
+def test_a_home_that_does_not_accept_is_left_and_stays_as_last_resort() -> None:
+    views = [ReplicaView("home", resident=True, accepting=False), ReplicaView("other", load=99)]
+    assert place("k", views, request_id="r") == Placement(("other", "home"), Reason.DETOUR)
+    alone = [ReplicaView("home", resident=True, accepting=False)]
+    assert first("k", alone) == ("home", Reason.RESIDENT)
+
+
+def test_a_turn_without_a_key_goes_to_the_least_loaded_and_ties_are_spread() -> None:
+    assert first(None, [ReplicaView("a", 2), ReplicaView("b", 1)]) == ("b", Reason.LEAST_LOADED)
+    picked = {place(None, idle("a", "b"), request_id=f"req-{i}").ranked[0] for i in range(50)}
+    assert picked == {"a", "b"}
+
+
+def test_no_replicas_give_an_empty_placement() -> None:
+    assert place("k", [], request_id="r").ranked == ()
+    assert place(None, [], request_id="r").ranked == ()
+
+
+@pytest.mark.parametrize(("absolute", "relative"), [(-1, 1.5), (True, 1.5), (1, 0.9), (1, float("nan"))])
+def test_margins_that_make_no_sense_are_refused(absolute: int, relative: float) -> None:
+    with pytest.raises(ValueError, match="margin"):
+        Margins(absolute, relative)
+
+
+def test_wider_margins_keep_a_session_at_home() -> None:
+    views = [ReplicaView("home", 30, resident=True), ReplicaView("other", 0)]
+    patient = SpillPolicy(known=Margins(100, 1.5))
+    assert place("k", views, request_id="r", policy=patient).ranked[0] == "home"

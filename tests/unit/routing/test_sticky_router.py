@@ -1,0 +1,138 @@
+"""The router as a plain object: no cluster, replicas that only carry what Serve would report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.request_router.common import PendingRequest
+
+from serve_app.routing.placement import by_rank
+from serve_app.routing.sticky_router import StickyRouter
+
+DEPLOYMENT = DeploymentID(name="EngineDeployment", app_name="moorage")
+
+
+@dataclass
+class FakeReplica:
+    name: str
+    routing_stats: dict[str, Any] = field(default_factory=dict)
+    max_ongoing_requests: int = 1000
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return ReplicaID(self.name, deployment_id=DEPLOYMENT)
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+class CountingCounter:
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def inc(self, *, tags: dict[str, str]) -> None:
+        self.seen[tags["reason"]] += 1
+
+
+@pytest.fixture
+async def router() -> StickyRouter:
+    made = StickyRouter(
+        deployment_id=DEPLOYMENT,
+        handle_source=DeploymentHandleSource.REPLICA,
+        use_replica_queue_len_cache=True,
+        create_replica_wrapper_func=lambda info: info,
+    )
+    made._decisions = CountingCounter()
+    return made
+
+
+def turn(key: str = "", number: int = 0, avoid: tuple[str, ...] = ()) -> PendingRequest:
+    metadata = RequestMetadata(f"request-{number}", f"internal-{number}", session_id=key)
+    return PendingRequest(args=[], kwargs={"avoid": avoid} if avoid else {}, metadata=metadata)
+
+
+async def ranks(router: StickyRouter, pending: PendingRequest) -> list[list[str]]:
+    chosen = await router.choose_replicas(list(router.curr_replicas.values()), pending)
+    return [[replica.name for replica in rank] for rank in chosen]
+
+
+async def test_each_rank_holds_one_replica_in_rendezvous_order(
+    router: StickyRouter,
+) -> None:
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    pending = turn("k")
+    assert await ranks(router, pending) == [[name] for name in by_rank("k", "abc")]
+    assert pending.routing_context.should_backoff
+
+
+async def test_a_reported_session_draws_its_turns(router: StickyRouter) -> None:
+    *_, last = by_rank("k", "abc")
+    router.update_replicas([FakeReplica(n, {"sessions": ["k"] if n == last else []}) for n in "abc"])
+    assert (await ranks(router, turn("k")))[0] == [last]
+    assert router._decisions.seen == {"resident": 1}
+
+
+async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(router: StickyRouter) -> None:
+    replicas = [FakeReplica(name) for name in "abc"]
+    router.update_replicas(replicas)
+    *_, last = by_rank("k", "abc")
+    taker = next(replica for replica in replicas if replica.name == last)
+    router.on_request_routed(turn("k"), taker.replica_id, None)
+    assert (await ranks(router, turn("k")))[0] == [last]
+
+    router.update_replicas([replica for replica in replicas if replica is not taker])
+    assert router._table == {}
+    assert len(await ranks(router, turn("k"))) == 2
+
+
+async def test_a_dead_replica_loses_its_sessions_at_once(router: StickyRouter) -> None:
+    replicas = [FakeReplica(name, {"sessions": ["k"]} if name == "a" else {}) for name in "abc"]
+    router.update_replicas(replicas)
+    router.on_request_routed(turn("k"), replicas[0].replica_id, None)
+    router.on_replica_actor_died(replicas[0].replica_id)
+    assert ["a"] not in await ranks(router, turn("k"))
+    assert router._table == {}
+
+
+async def test_the_table_is_bounded_and_drops_the_key_used_longest_ago(router: StickyRouter) -> None:
+    router.initialize_state(table_size=2)
+    replicas = [FakeReplica("a")]
+    router.update_replicas(replicas)
+    for key in ("one", "two", "one", "three"):
+        router.on_request_routed(turn(key), replicas[0].replica_id, None)
+    assert list(router._table) == ["one", "three"]
+
+
+async def test_a_replica_that_refused_this_turn_or_accepts_none_comes_last(router: StickyRouter) -> None:
+    home, other, _ = by_rank("k", "abc")
+    router.update_replicas([FakeReplica(n, {"accepting": n != other}) for n in "abc"])
+    order = await ranks(router, turn("k", avoid=(home,)))
+    assert {name for [name] in order[1:]} == {home, other}
+    assert router._decisions.seen == {"detour": 1}
+
+
+async def test_load_comes_from_turns_in_flight_before_the_older_report(router: StickyRouter) -> None:
+    home, other = by_rank("k", "ab")
+    router.update_replicas([FakeReplica(n, {"load": 40 if n == home else 0}) for n in "ab"])
+    assert (await ranks(router, turn("k")))[0] == [other]
+    for replica in router.curr_replicas:
+        router.on_new_queue_len_info(replica, 1)
+    assert (await ranks(router, turn("k")))[0] == [home]
+
+
+async def test_a_turn_that_is_tried_again_is_counted_once(router: StickyRouter) -> None:
+    router.update_replicas([FakeReplica("a")])
+    pending = turn("k")
+    await ranks(router, pending)
+    await ranks(router, pending)
+    assert router._decisions.seen == {"rendezvous": 1}
+
+
+@pytest.mark.parametrize("arguments", [{"table_size": 0}, {"spill_relative": 0.5}, {"spill_absolute": -1}])
+async def test_bad_settings_are_refused(router: StickyRouter, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        router.initialize_state(**arguments)
