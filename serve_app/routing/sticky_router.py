@@ -81,7 +81,8 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One replica per rank, best first. Called again, after a pause, for as long as no replica takes the
-        turn.""" if pending_request is None:
+        turn."""
+        if pending_request is None:
             return [candidate_replicas]
         first_try = not pending_request.routing_context.should_backoff
         pending_request.routing_context.should_backoff = True
