@@ -1,0 +1,115 @@
+"""From what a client sends to what the engine takes: prompt ids, and where in them old answers stand.
+
+An old answer may have come from this server. Its text says nothing about which tokens the model chose for
+it, but the engine remembers: so every assistant message gets a span with a digest of its text, and the engine
+can put its own tokens there. A span is given only where it is certain: the message stands in the prompt
+unchanged, and its borders are token borders.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine_actor.turns import HistorySpan
+from serve_app.text.chat_template import ChatTemplate, Message
+from serve_app.text.errors import ChatTemplateError
+from serve_app.text.stream import text_digest
+from serve_app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: tuple[int, ...]
+    spans: tuple[HistorySpan, ...] = ()
+
+
+class PromptBuilder:
+    """The tokenizer and the chat template of one model. Has no state; any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises TokenizerError if the model's chat template can't be compiled."""
+        self.tokenizer = tokenizer
+        source = tokenizer.template
+        self._template = None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+
+    def text(self, text: str) -> Prompt:
+        """A plain text, with BOS where the model wants one."""
+        return Prompt(tuple(self.tokenizer.encode(text, special_tokens=True)))
+
+    def chat(self, messages: Sequence[Message]) -> Prompt:
+        """Raises ChatTemplateError if the model has no template, or its template refuses the messages."""
+        if self._template is None:
+            raise ChatTemplateError("This model has no chat template, so it can't chat; use /v1/completions.")
+        rendered = self._template.render(messages)
+        ids, ends = self.tokenizer.encode_with_ends(rendered)
+        if ends is None or all(message["role"] != "assistant" for message in messages):
+            return Prompt(tuple(ids))
+        borders = [0, *ends]
+        spans = (
+            HistorySpan(first, last, text_digest(answer))
+            for start, end, answer in _answers_in(rendered, self._frame(messages), messages)
+            if (first := _border(borders, start)) is not None and (last := _border(borders, end)) is not None
+        )
+        return Prompt(tuple(ids), tuple(spans))
+
+    def _frame(self, messages: Sequence[Message]) -> list[str]:
+        """The rendered text before each answer: from the start, or from the end of the answer before it.
+
+        Found by rendering once more with marks in their place. Empty if the template can't do that.
+        """
+        assert self._template is not None
+        marks = [f"\ue000{i}\ue001" for i, message in enumerate(messages) if message["role"] == "assistant"]
+        waiting = iter(marks)
+        marked = [
+            Message(role=m["role"], content=next(waiting) if m["role"] == "assistant" else m["content"])
+            for m in messages
+        ]
+        try:
+            text = self._template.render(marked)
+        except ChatTemplateError:
+            return []
+        frame: list[str] = []
+        at = 0
+        for mark in marks:
+            found = text.find(mark, at)
+            if found < 0:  # this template leaves the answer out, so what follows can't be told apart
+                return frame
+            frame.append(text[at:found])
+            at = found + len(mark)
+        return frame
+
+
+def _answers_in(
+    rendered: str, frame: Sequence[str], messages: Sequence[Message]
+) -> Iterator[tuple[int, int, str]]:
+    """(start, end, text) of each answer that stands unchanged in `rendered`, as far as the frame fits.
+
+    Positions are those in `rendered.encode()`.
+    """
+    at = byte = 0
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    for before, answer in zip(frame, answers, strict=False):
+        if not rendered.startswith(before, at):
+            return
+        at, byte = at + len(before), byte + len(before.encode())
+        unchanged = rendered.startswith(answer, at)
+        # Many templates trim. The text is then another one, but what follows can still be found.
+        shown = answer if unchanged else answer.strip()
+        if not rendered.startswith(shown, at):
+            return
+        start = byte
+        at, byte = at + len(shown), byte + len(shown.encode())
+        if unchanged and shown:
+            yield start, byte, shown
+
+
+def _border(borders: Sequence[int], position: int) -> int | None:
+    """How many tokens end at or before this byte, if one of them ends exactly there.
+
+    Tokens without bytes make borders equal; the first of them is taken, so that they stay outside to the
+    right.
+    """
+    found = bisect_left(borders, position)
+    return found if found < len(borders) and borders[found] == position else None
