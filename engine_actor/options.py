@@ -14,6 +14,7 @@ from engine_actor.errors import InvalidOption
 
 MAX_INT32 = 2**31 - 1
 UNBOUNDED = MAX_INT32
+MIN_TEMPERATURE = 1e-5  # below it only the largest logit has any weight left in float32
 
 
 class Numerics(StrEnum):
@@ -132,7 +133,7 @@ class RequestOptions:
 class SamplingParams:
     """How a token is chosen from its logits: temperature, then top_k, then top_p over what top_k left.
 
-    temperature 0 or top_k 1 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is the key of the random stream;
+    temperature 0 (or below 1e-5) or top_k 1 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is the key of the random stream;
     the counter is the token's absolute index in its sequence, so a draw depends on nothing else.
     """
 
@@ -149,7 +150,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)

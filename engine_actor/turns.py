@@ -6,6 +6,7 @@ Refusal is data, not an exception, so that the local and the remote path see the
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -115,3 +116,9 @@ class SessionInfo:
     blocks: int
     running: bool
     idle_seconds: float
+
+
+def session_key(owner: str, session_id: str) -> str:
+    """The name under which a conversation is resident and routed: bound to its owner, so that one tenant can neither
+    reach nor guess another's session."""
+    return hashlib.sha256(f"{len(owner)}:{owner}{session_id}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,95 @@
+"""A plan becomes one PackedStep: ragged rows laid end to end, without padding (F100, F233).
+
+Block tables are mirrored in one int32 matrix, so that a step copies only the entries that are new since the last one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine_actor.decoding.decoder import Int32, PackedStep
+from engine_actor.memory.block_table import BlockTable
+from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.memory.reservation import Reservation
+from engine_actor.scheduling.step_plan import StepPlan
+
+
+class TableMirror:
+    """Rows of the matrix by request; `sync` brings one up to date and returns its index."""
+
+    def __init__(self, columns: int) -> None:
+        self._matrix = np.full((16, columns), -1, np.int32)
+        self._free = list(range(16))
+        self._rows: dict[int, tuple[int, BlockTable, int, int]] = {}  # index, table, epoch, entries copied
+
+    def sync(self, request_id: int, table: BlockTable) -> int:
+        index, known, epoch, copied = self._rows.get(request_id, (-1, None, 0, 0))
+        if index < 0:
+            index = self._take_row()
+        if known is not table or epoch != table.epoch:
+            self._matrix[index] = -1
+            copied = 0
+        total = len(table.blocks)
+        if copied < total:
+            self._matrix[index, copied:total] = table.blocks[copied:]
+        self._rows[request_id] = (index, table, table.epoch, total)
+        return index
+
+    def gather(self, indices: list[int], columns: int) -> Int32:
+        return self._matrix[indices, :columns]
+
+    def forget_all_but(self, cache: CacheManager) -> None:
+        """Frees the rows of requests that are no longer resident."""
+        for request_id in [name for name in self._rows if cache.table(name) is None]:
+            self._free.append(self._rows.pop(request_id)[0])
+
+    @property
+    def size(self) -> int:
+        return len(self._rows)
+
+    def _take_row(self) -> int:
+        if not self._free:
+            rows = len(self._matrix)
+            grown = np.full((2 * rows, self._matrix.shape[1]), -1, np.int32)
+            grown[:rows] = self._matrix
+            self._matrix = grown
+            self._free = list(range(rows, 2 * rows))
+        return self._free.pop()
+
+
+class StepPacker:
+    """`columns`: blocks of the longest sequence."""
+
+    def __init__(self, cache: CacheManager, columns: int) -> None:
+        self._cache = cache
+        self._mirror = TableMirror(columns)
+
+    def pack(self, plan: StepPlan, reservation: Reservation) -> PackedStep:
+        """Arrays for `plan.rows`, in their order; tables show committed blocks followed by reserved ones (F136)."""
+        rows = plan.rows
+        if self._mirror.size > 2 * self._cache.max_residents:
+            self._mirror.forget_all_but(self._cache)
+        input_ids: list[int] = []
+        for row in rows:
+            start = row.demand.committed
+            input_ids += row.record.history.ids[start : start + row.count]
+        counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
+        past = np.fromiter((row.demand.committed for row in rows), np.int32, len(rows))
+        cumulative = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=cumulative[1:])
+        # Position of a packed token: past of its row + its offset in the row.
+        positions = np.arange(plan.token_count, dtype=np.int64)
+        positions += np.repeat(past - cumulative[:-1], counts)
+        tables = [reserved.table for reserved in reservation.rows]
+        indices = [self._mirror.sync(row.record.id, table) for row, table in zip(rows, tables, strict=True)]
+        longest = int((past + counts).max())
+        return PackedStep(
+            input_ids=np.array(input_ids, np.int64),
+            position_ids=positions,
+            cumulative_sequence_lengths=cumulative,
+            past_sequence_lengths=past,
+            block_table=self._mirror.gather(indices, max(len(table.blocks) for table in tables)),
+            attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
+            logits_rows=np.fromiter((row.logits_row for row in rows if row.samples), np.int64),
+            block_copies=reservation.copies,
+        )

@@ -1,0 +1,298 @@
+"""The engine: continuous batching over paged memory, one transaction a call.
+
+`run` either drains events that were committed before, or executes one transaction:
+
+    plan -> reserve -> checkpoint -> pack -> decode -> sample -> prepare -> commit -> publish
+
+One thread owns the engine and makes every call; it starts no thread of its own and never waits. Waiting belongs to the
+caller, who learns from `last_report` what blocked work is waiting for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engine_actor.decoding.decoder import Decoder, PoolGeometry
+from engine_actor.decoding.packing import StepPacker
+from engine_actor.errors import EngineUnhealthy, ExecutionMemoryExceeded, InvalidOption, RetryableStepError
+from engine_actor.events import EngineEvent, ErrorCode, EventBuffer, EventFlags, EventQueue
+from engine_actor.invariants import check_requests
+from engine_actor.lifecycle import Lifecycle
+from engine_actor.memory.block_table import blocks_for
+from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.options import EngineConfig, Numerics, RequestOptions
+from engine_actor.outcomes import StepMetrics, StepOutcome, StepReport
+from engine_actor.request import FinishReason, Request, RequestStatus
+from engine_actor.sampling.batched_sampler import BatchedSampler
+from engine_actor.scheduling.preemption import choose_victim
+from engine_actor.scheduling.scheduler import Scheduler
+from engine_actor.scheduling.step_plan import StepPlan
+from engine_actor.transaction import StepTransaction
+
+
+class Engine:
+    """Owns one decoder and its pools. Raises InvalidOption where the configuration does not suit the decoder."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+        manifest = decoder.manifest
+        if config.numerics is Numerics.EXACT and not decoder.row_invariant:
+            raise InvalidOption("numerics", "exact", "'fast': this decoder's rows depend on their batch")
+        if config.max_length is not None and config.max_length > manifest.context_length:
+            raise InvalidOption("max_length", config.max_length, f"at most {manifest.context_length}")
+        room = config.num_blocks * config.block_size
+        self.max_length = config.max_length or min(manifest.context_length, room)
+        self.config = config
+        self.metrics = StepMetrics()
+        self.last_report = StepReport(0, StepOutcome.NO_WORK)
+        self._decoder = decoder
+        self._eos = manifest.eos_token_ids
+        self._cache = CacheManager(
+            config.num_blocks,
+            config.block_size,
+            config.residents,
+            first_block_id=config.first_block_id,
+            block_order=config.block_order,
+            prefix_reuse=config.prefix_reuse,
+        )
+        self._events = EventQueue()
+        self._lifecycle = Lifecycle(self._cache, self._events, self.max_length, manifest.vocab_size)
+        self._scheduler = Scheduler(self._lifecycle, config)
+        self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
+        self._sampler = BatchedSampler()
+        self._transaction_id = 0
+        decoder.allocate(PoolGeometry(config.num_blocks + config.first_block_id, config.block_size))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def create_request(self, options: RequestOptions | None = None) -> Request:
+        return self._lifecycle.create(options or RequestOptions())
+
+    def get_request(self, request_id: int) -> Request | None:
+        return self._lifecycle.get(request_id)
+
+    def create_event_buffer(self, capacity: int) -> EventBuffer:
+        return EventBuffer(self, capacity)
+
+    def has_pending_requests(self) -> bool:
+        """Events wait to be drained, or some request can make progress or waits to (F075)."""
+        self._lifecycle.check_call()
+        self._lifecycle.reclaim_abandoned()
+        return len(self._events) > 0 or self._lifecycle.has_executable()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lifecycle"):
+            self._lifecycle.detach_all()
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def run(self, target: int | EventBuffer) -> Sequence[EngineEvent]:
+        """Drains committed events, else executes one transaction and drains its events; at most `target` of them,
+        the rest is kept for the next calls. With a buffer, the events are also lent out through it (F061 to F066).
+
+        Raises EngineUnhealthy after a fatal error, once its events are drained.
+        """
+        self._lifecycle.check_call()
+        if isinstance(target, EventBuffer):
+            target.check_bound_to(self)
+            target.invalidate()
+            capacity = target.capacity
+        else:
+            capacity = target
+        if capacity == 0 or not len(self._events):
+            self._raise_if_unhealthy()
+        if capacity == 0:
+            return []
+        self._lifecycle.reclaim_abandoned()
+        if not len(self._events):
+            self._transact()
+        events = self._events.drain(capacity)
+        if isinstance(target, EventBuffer):
+            target.refill(events)
+        return events
+
+    def _transact(self) -> None:
+        started = time.perf_counter()
+        plan = self._plan()
+        if not plan.executable:
+            self._report(plan, plan.outcome, started)
+            return
+        step = StepTransaction(plan, self._lifecycle, self._decoder, self._packer, self._sampler, self._eos)
+        self._lifecycle.in_step = True
+        try:
+            outcome = self._execute(step)
+        finally:
+            self._lifecycle.in_step = False
+        self._report(plan, outcome, started, step.decoder_seconds)
+
+    def _plan(self) -> StepPlan:
+        """The next step. Ends turns that can never fit; preempts where nothing else could ever free memory."""
+        while True:
+            plan = self._scheduler.plan(self._transaction_id + 1)
+            self._transaction_id += 1
+            for record in plan.unserviceable:
+                need = blocks_for(record.history.length, self.config.block_size)
+                self._lifecycle.finish_turn(
+                    record,
+                    FinishReason.FAILED,
+                    ErrorCode.UNSERVICEABLE,
+                    f"{record.history.length} tokens need {need} blocks, the pool has {self.config.num_blocks}",
+                )
+            if plan.executable or plan.outcome is not StepOutcome.CAPACITY_DEFERRED:
+                return plan
+            if not self._preempt():
+                self._block(plan)
+                return plan
+
+    def _preempt(self) -> bool:
+        """Dormant residents are the caller's to close; only when there are none, a running one has to give way."""
+        residents = list(self._lifecycle.residents())
+        running = [record for record in residents if record.executable]
+        if not self.config.preemption or len(running) < len(residents):
+            return False
+        victim = choose_victim(running, self.config.max_preemptions)
+        if victim is None:
+            return False
+        self._lifecycle.preempt(victim)
+        self.metrics.preemptions += 1
+        return True
+
+    def _execute(self, step: StepTransaction) -> StepOutcome:
+        try:
+            step.reserve()
+        except Exception as cause:
+            self.metrics.reservation_failures += 1
+            return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
+        decoded = False
+        try:
+            step.checkpoint()
+            step.execute()
+            decoded = True
+            step.sample()
+        except Exception as cause:
+            return self._abort(step, cause, decoded)
+        except BaseException:  # Ctrl-C on the owner thread: nothing of the step remains
+            step.roll_back()
+            raise
+        try:
+            step.prepare()
+        except Exception as cause:
+            step.roll_back()
+            return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
+        try:
+            step.commit()
+            self._count(step.plan)
+            step.publish_events(self._events)
+            self._scheduler.note_committed(step.plan)
+            step.share_full_blocks()
+        except Exception as cause:
+            return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
+        return StepOutcome.COMMITTED
+
+    # -- when a step does not commit ------------------------------------------------------------------------------------
+
+    def _abort(self, step: StepTransaction, cause: Exception, decoded: bool) -> StepOutcome:
+        """Rolls a step back. What comes next depends on the cause: try again, wait for memory, or stop."""
+        self.metrics.rollbacks += 1
+        try:
+            step.roll_back()
+        except Exception as second:
+            return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, second)
+        if is_memory_exhaustion(cause):
+            self.metrics.capacity_aborts += 1
+            self._push_engine_event(EventFlags.CAPACITY_BLOCKED, ErrorCode.EXECUTION_MEMORY, cause)
+            return StepOutcome.EXECUTION_CAPACITY_EXCEEDED
+        if isinstance(cause, RetryableStepError) or decoded:
+            self.metrics.retryable_aborts += 1
+            self.metrics.post_processing_aborts += decoded
+            self._push_engine_event(EventFlags.RETRYABLE, ErrorCode.RETRYABLE, cause)
+            return StepOutcome.RETRYABLE_BATCH_ABORT
+        return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
+
+    def _block(self, plan: StepPlan) -> None:
+        """All work waits for memory that dormant requests hold: said once a call, never mistaken for no work (F117)."""
+        self.metrics.capacity_deferrals += 1
+        blocks = max(deferral.missing_blocks for deferral in plan.deferrals)
+        slots = max(deferral.missing_slots for deferral in plan.deferrals)
+        self._events.push(
+            EngineEvent(
+                EventFlags.CAPACITY_BLOCKED,
+                error_code=ErrorCode.DEFERRED,
+                message=f"{len(plan.deferrals)} requests wait; {blocks} blocks and {slots} places are missing",
+                outcome=StepOutcome.CAPACITY_DEFERRED,
+            )
+        )
+
+    def _stop(self, outcome: StepOutcome, cause: BaseException) -> StepOutcome:
+        """Fail-stop: every running or waiting turn ends as failed, and the error is kept for every later call."""
+        self.metrics.fatal_execution_failures += 1
+        message = f"{outcome.value} in transaction {self._transaction_id}. Cause: {type(cause).__name__}: {cause}"
+        if self._lifecycle.fatal is None:
+            self._lifecycle.fatal = EngineUnhealthy(message)
+            self._lifecycle.fatal.__cause__ = cause
+        affected = [record for record in self._lifecycle.records.values() if record.executable]
+        for record in affected:
+            self._lifecycle.finish_turn(record, FinishReason.FAILED, ErrorCode.FATAL, message)
+        if not affected:
+            self._events.push(
+                EngineEvent(EventFlags.FAILED, error_code=ErrorCode.FATAL, message=message, outcome=outcome)
+            )
+        return outcome
+
+    def _push_engine_event(self, flags: EventFlags, code: int, cause: BaseException) -> None:
+        message = f"transaction {self._transaction_id} was rolled back. Cause: {type(cause).__name__}: {cause}"
+        self._events.push(EngineEvent(flags, error_code=code, message=message))
+
+    def _raise_if_unhealthy(self) -> None:
+        if self._lifecycle.fatal is not None:
+            raise self._lifecycle.fatal
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+
+    def _count(self, plan: StepPlan) -> None:
+        prefill = plan.prefill_tokens
+        self.metrics.committed_steps += 1
+        self.metrics.prefill_tokens += prefill
+        self.metrics.decode_tokens += plan.token_count - prefill
+        self.metrics.adopted_tokens += sum(row.demand.committed for row in plan.rows if row.demand.new)
+
+    def _report(self, plan: StepPlan, outcome: StepOutcome, started: float, decoder_seconds: float = 0.0) -> None:
+        self.last_report = StepReport(
+            plan.transaction_id,
+            outcome,
+            tuple(plan.deferrals),
+            len(plan.rows),
+            plan.token_count,
+            plan.prefill_tokens,
+            decoder_seconds,
+            time.perf_counter() - started,
+        )
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and the memory and requests of this moment, derived from the live objects."""
+        cache = self._cache.stats()
+        records = self._lifecycle.records.values()
+        return {
+            **self.metrics.as_dict(),
+            "blocks_usable": cache.usable,
+            "blocks_free": cache.free,
+            "blocks_idle": cache.idle,
+            "residents": cache.residents,
+            "requests": len(records),
+            "running": sum(record.status is RequestStatus.ACTIVE for record in records),
+            "waiting": sum(record.status is RequestStatus.ASSIGNED for record in records),
+            "pending_events": len(self._events),
+        }
+
+    def check_integrity(self) -> None:
+        """Raises ContractViolation if any part of the engine's state contradicts another. Linear."""
+        self._cache.check_integrity()
+        check_requests(self._lifecycle.records, self._lifecycle.queue, self._cache)
+
+
+def is_memory_exhaustion(cause: BaseException) -> bool:
+    """MemoryError, torch's out-of-memory error, or a runtime that says so only in words (F171)."""
+    if isinstance(cause, MemoryError | ExecutionMemoryExceeded):
+        return True
+    names = {cls.__name__ for cls in type(cause).__mro__}
+    return "OutOfMemoryError" in names or "Failed to allocate memory" in str(cause)

@@ -1,0 +1,246 @@
+"""The life of requests between steps: create, begin, cancel, rewind, fork, close, abandon.
+
+Requests wait in one of two places: residents (they own memory; the cache knows them in order) and `queue`
+(Assigned, own nothing: new ones at the back in order of submission, preempted ones at the front).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from engine_actor.errors import (
+    ContextLengthExceeded,
+    EngineUnhealthy,
+    InvalidCall,
+    InvalidOption,
+    WrongThread,
+)
+from engine_actor.events import EngineEvent, ErrorCode, EventFlags, EventQueue
+from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.options import RequestOptions, TurnOptions
+from engine_actor.request import FinishReason, Request, RequestRecord, RequestStatus
+
+LAST_TURN_ID = 2**64 - 1
+
+
+class Lifecycle:
+    def __init__(self, cache: CacheManager, events: EventQueue, max_length: int, vocab_size: int) -> None:
+        self.cache = cache
+        self.events = events
+        self.max_length = max_length
+        self.vocab_size = vocab_size
+        self.records: dict[int, RequestRecord] = {}
+        self.queue: OrderedDict[int, RequestRecord] = OrderedDict()
+        self.abandonment_pending = False
+        self.fatal: EngineUnhealthy | None = None
+        self.in_step = False
+        self._owner = threading.get_ident()
+        self._next_id = 1
+        self._next_submission = 1
+
+    # -- guards ---------------------------------------------------------------------------------------------------
+
+    def check_call(self) -> None:
+        """Every call comes from the owner thread and between steps."""
+        if threading.get_ident() != self._owner:
+            raise WrongThread("engine calls belong on the thread that made the engine")
+        if self.in_step:
+            raise InvalidCall("the engine cannot be called from inside its own step")
+
+    def _check_own(self, record: RequestRecord) -> None:
+        if self.records.get(record.id) is not record:
+            raise InvalidCall("this request does not belong to this engine")
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    def residents(self) -> Iterator[RequestRecord]:
+        """Owners of memory, in resident order, dormant ones included."""
+        return (self.records[request_id] for request_id in self.cache.paged.residents())
+
+    def has_executable(self) -> bool:
+        return bool(self.queue) or any(record.executable for record in self.residents())
+
+    # -- a request's calls ----------------------------------------------------------------------------------------
+
+    def create(self, options: RequestOptions) -> Request:
+        self.check_call()
+        if options.max_session_tokens > self.max_length:
+            raise InvalidOption("max_session_tokens", options.max_session_tokens, f"at most {self.max_length}")
+        record = RequestRecord(self._next_id, options, options.max_session_tokens or self.max_length)
+        self._next_id += 1
+        self.records[record.id] = record
+        return Request(record, self)
+
+    def get(self, request_id: int) -> Request | None:
+        """A handle of a live request; taking it again cancels its abandonment (F042)."""
+        self.check_call()
+        record = self.records.get(request_id)
+        if record is None:
+            return None
+        handle = record.handle() if record.handle is not None else None
+        return handle if handle is not None else Request(record, self)
+
+    def begin_turn(self, record: RequestRecord, tokens: Sequence[int], options: TurnOptions) -> int:
+        self.check_call()
+        if self.fatal is not None:
+            raise self.fatal
+        if record.status is RequestStatus.CLOSED:
+            raise InvalidCall("a closed request cannot begin a turn")
+        self._check_own(record)
+        self.reclaim_abandoned()
+        if record.status not in (RequestStatus.UNASSIGNED, RequestStatus.TURN_COMPLETE):
+            raise InvalidCall(f"turn {record.turn_id} is still running")
+        if record.pending_events:
+            raise InvalidCall(f"{record.pending_events} events of turn {record.turn_id} are not drained yet")
+        if record.turn_id == LAST_TURN_ID:
+            raise InvalidCall("this request has used up its turn ids; create a new one")
+        added = [int(token) for token in tokens]
+        self._check_tokens(record, added)
+        self._append(record, added)
+        resident = self.cache.table(record.id) is not None
+        if not resident:
+            self.queue[record.id] = record
+        record.status = RequestStatus.ASSIGNED
+        record.turn_id += 1
+        record.turn_options = options
+        record.turn_prompt_tokens = len(added)
+        record.turn_generated = 0
+        record.cached_tokens = record.processed
+        record.prompt_boundary = record.history.length
+        record.finish_reason = None
+        record.admitted = False
+        record.passed_over = record.overtaken = record.preemptions = 0
+        record.submitted = self._next_submission
+        self._next_submission += 1
+        return record.turn_id
+
+    def cancel_turn(self, record: RequestRecord, turn_id: int) -> bool:
+        self.check_call()
+        if record.status in (RequestStatus.UNASSIGNED, RequestStatus.CLOSED):
+            raise InvalidCall(f"there is no turn to cancel: the request is {record.status.value}")
+        if not record.executable or turn_id != record.turn_id:
+            return False
+        self.finish_turn(record, FinishReason.CANCELLED)
+        return True
+
+    def rewind(self, record: RequestRecord, length: int) -> None:
+        self.check_call()
+        if record.status is not RequestStatus.TURN_COMPLETE or record.pending_events:
+            raise InvalidCall("rewind needs a complete turn whose events are drained")
+        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= record.history.length:
+            raise InvalidOption("length", length, f"an integer from 0 to {record.history.length}")
+        if length == record.history.length:
+            return
+        if length == 0:
+            if self.cache.table(record.id) is not None:
+                self.cache.remove(record.id)
+            record.processed = 0
+        elif self.cache.table(record.id) is not None:
+            record.processed = self.cache.truncate(record.id, length)
+        record.history.truncate(length)
+        record.prompt_boundary = min(record.prompt_boundary, length)
+
+    def fork(self, record: RequestRecord) -> Request:
+        self.check_call()
+        if record.status is not RequestStatus.TURN_COMPLETE:
+            raise InvalidCall("only a request whose turn is complete can be forked")
+        if record.processed == 0:
+            raise InvalidCall("a request of which nothing was computed cannot be forked")
+        if self.cache.resident_count >= self.cache.max_residents:
+            raise InvalidCall(f"{self.cache.max_residents} requests own memory already; close one first")
+        child = self.create(record.options)
+        twin = child._record
+        twin.history.extend(record.history.ids)
+        # The last token of the child is computed again, so that its logits exist (F346).
+        twin.processed = min(record.processed, record.history.length - 1)
+        twin.prompt_boundary = record.prompt_boundary
+        if twin.processed:
+            self.cache.fork(record.id, twin.id, twin.processed)
+        twin.status = RequestStatus.TURN_COMPLETE
+        return child
+
+    def close(self, record: RequestRecord) -> None:
+        self.check_call()
+        if record.status is RequestStatus.CLOSED:
+            return
+        self._check_own(record)
+        self._discard(record)
+
+    # -- ends of turns --------------------------------------------------------------------------------------------
+
+    def finish_turn(
+        self, record: RequestRecord, reason: FinishReason, error_code: int = ErrorCode.NONE, message: str = ""
+    ) -> None:
+        """Ends a turn outside a step's commit, keeping all that was committed, with its one terminal event."""
+        self.queue.pop(record.id, None)
+        record.status = RequestStatus.TURN_COMPLETE
+        record.finish_reason = reason
+        flags = EventFlags.TURN_FINISHED
+        if reason is FinishReason.FAILED:
+            flags |= EventFlags.FAILED
+        self.events.push(EngineEvent(flags, record, record.turn_id, None, reason, record.usage(), error_code, message))
+
+    def preempt(self, record: RequestRecord) -> None:
+        """Takes the memory of a running request; its tokens stay, and it is computed again from the queue's front."""
+        self.cache.remove(record.id)
+        record.processed = 0
+        record.prompt_boundary = record.history.length
+        record.status = RequestStatus.ASSIGNED
+        record.preemptions += 1
+        record.match_cache = None
+        self.queue[record.id] = record
+        self.queue.move_to_end(record.id, last=False)
+
+    def note_abandonment(self) -> None:
+        """The last handle of some request was dropped. Safe on any thread."""
+        self.abandonment_pending = True
+
+    def reclaim_abandoned(self) -> None:
+        """Closes requests whose last handle was dropped. Without one this reads a flag and nothing else (F043)."""
+        if not self.abandonment_pending:
+            return
+        self.abandonment_pending = False
+        for record in [record for record in self.records.values() if record.abandoned]:
+            self._discard(record)
+
+    def detach_all(self) -> None:
+        """The engine goes away: every request is closed, surviving handles are tombstones (F045)."""
+        for record in list(self.records.values()):
+            self._discard(record)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _check_tokens(self, record: RequestRecord, added: list[int]) -> None:
+        if not added:
+            raise InvalidOption("tokens", [], "at least one token")
+        if min(added) < 0 or max(added) >= self.vocab_size:
+            wrong = next(token for token in added if not 0 <= token < self.vocab_size)
+            raise InvalidOption("tokens", wrong, f"token ids from 0 to {self.vocab_size - 1}")
+        if len(added) >= record.max_total - record.history.length:
+            raise ContextLengthExceeded(record.history.length, len(added), record.max_total)
+
+    def _append(self, record: RequestRecord, added: list[int]) -> None:
+        length = record.history.length
+        try:
+            record.history.extend(added)
+        except BaseException as cause:
+            try:
+                record.history.truncate(length)
+            except BaseException as second:
+                # The sequence is no longer known: the request is lost, and the engine cannot vouch for itself (F046).
+                self._discard(record)
+                self.fatal = EngineUnhealthy(f"a failed append could not be undone. Cause: {second}")
+                raise self.fatal from second
+            raise cause
+
+    def _discard(self, record: RequestRecord) -> None:
+        self.events.purge(record)
+        self.queue.pop(record.id, None)
+        if self.cache.table(record.id) is not None:
+            self.cache.remove(record.id)
+        del self.records[record.id]
+        record.status = RequestStatus.CLOSED
+        record.history.truncate(0)
+        record.processed = 0

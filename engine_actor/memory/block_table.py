@@ -1,0 +1,46 @@
+"""A request's block table: position p lives in block blocks[p // B] at offset p % B (F126).
+
+blocks     [0 ........ count) [count ...... len)
+             committed          reserved by the live step, if there is one
+positions  [0 .. committed)  valid KV rows   [committed .. count * B)  room that the request owns already
+"""
+
+from __future__ import annotations
+
+from engine_actor.errors import ContractViolation
+
+
+def blocks_for(positions: int, block_size: int) -> int:
+    """Blocks that hold `positions` token positions (F128)."""
+    return -(-positions // block_size)
+
+
+class BlockTable:
+    """`epoch` changes whenever an entry that somebody may have copied is no longer true; plain growth keeps it."""
+
+    __slots__ = ("block_size", "blocks", "committed", "count", "epoch", "resident")
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: list[int] = []
+        self.count = 0
+        self.committed = 0
+        self.epoch = 0
+        self.resident = False
+
+    def slot(self, position: int) -> int:
+        """Physical slot of a position: block * B + offset (F127)."""
+        return self.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def used_slots(self) -> list[int]:
+        """Valid rows in each committed block, in table order."""
+        size = self.block_size
+        return [max(0, min(size, self.committed - i * size)) for i in range(self.count)]
+
+    def check_integrity(self, name: object) -> None:
+        if not 0 <= self.count <= len(self.blocks):
+            raise ContractViolation(f"request {name}: {self.count} committed blocks of {len(self.blocks)}")
+        if self.committed > self.count * self.block_size:
+            raise ContractViolation(f"request {name}: {self.committed} positions in {self.count} blocks")
+        if len(set(self.blocks)) != len(self.blocks):
+            raise ContractViolation(f"request {name}: a block is listed twice in {self.blocks}")

@@ -1,0 +1,105 @@
+"""All memory of the engine behind one door: paged blocks, and the prefix index that shares them.
+
+The scheduler asks what fits, the engine reserves and publishes, the request's life removes and rewinds. Order of
+giving up memory: idle blocks of the index here, dormant sessions by whoever owns them, then preemption by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_actor.memory.block_pool import BlockPool
+from engine_actor.memory.block_table import BlockTable, blocks_for
+from engine_actor.memory.paged_cache import PagedCache
+from engine_actor.memory.prefix_index import PrefixIndex
+from engine_actor.memory.reservation import Reservation, RowDemand
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """usable = free + idle + owned blocks; `residents` hold tables."""
+
+    usable: int
+    free: int
+    idle: int
+    residents: int
+
+
+class CacheManager:
+    """num_blocks usable blocks of block_size positions; at most max_residents tables."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_residents: int,
+        *,
+        first_block_id: int = 1,
+        block_order: str = "fifo",
+        prefix_reuse: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.max_residents = max_residents
+        self.pool = BlockPool(num_blocks + first_block_id, first_block_id, block_order)
+        self.index = PrefixIndex(self.pool, block_size) if prefix_reuse else None
+        make_room = (lambda _: None) if self.index is None else self.index.make_room
+        self.paged = PagedCache(self.pool, block_size, make_room)
+
+    # -- questions of the planner, which change nothing -------------------------------------------------------------
+
+    def table(self, request_id: int) -> BlockTable | None:
+        return self.paged.table(request_id)
+
+    def match(self, salt: bytes, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Shared blocks that a new request of these tokens can adopt."""
+        return () if self.index is None else tuple(self.index.match(salt, tokens))
+
+    def never_fits(self, whole: int) -> bool:
+        """A sequence of `whole` positions is too long even for the empty pool (F113, F114)."""
+        return blocks_for(whole, self.block_size) > self.pool.usable
+
+    def cost(self, demand: RowDemand) -> int:
+        """How far `available` falls if this row is reserved: blocks to issue, and idle ones that it adopts."""
+        idle = sum(self.pool.is_idle(block) for block in demand.adopted) if demand.adopted else 0
+        return self.paged.blocks_to_add(demand) + idle
+
+    @property
+    def available(self) -> int:
+        return self.pool.available
+
+    @property
+    def resident_count(self) -> int:
+        return self.paged.resident_count
+
+    def stats(self) -> CacheStats:
+        pool = self.pool
+        return CacheStats(pool.usable, pool.free_count, pool.idle_count, self.resident_count)
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, demands: Sequence[RowDemand]) -> Reservation:
+        return self.paged.reserve(demands)
+
+    def index_full_blocks(self, request_id: int, salt: bytes, tokens: Sequence[int], before: int) -> None:
+        """Offers the blocks that became full since `before` positions were valid to the prefix index."""
+        table = self.paged.table(request_id)
+        if self.index is None or table is None:
+            return
+        first, full = before // self.block_size, table.committed // self.block_size
+        if full > first:
+            self.index.insert(salt, tokens, table.blocks[:full], first)
+
+    def remove(self, request_id: int) -> None:
+        self.paged.remove(request_id)
+
+    def truncate(self, request_id: int, positions: int) -> int:
+        return self.paged.truncate(request_id, positions)
+
+    def fork(self, parent_id: int, child_id: int, positions: int) -> None:
+        self.paged.fork(parent_id, child_id, positions)
+
+    def check_integrity(self) -> None:
+        self.paged.check_integrity()
+        if self.index is not None:
+            self.index.check_integrity()

@@ -1,0 +1,193 @@
+"""Who owns which KV block: the block tables of all resident requests over one pool.
+
+Tables are kept in resident order. A table enters the dictionary when a step reserves for it, so that publishing a step
+only flips its `resident` flag (F147, F165: publishing grows no container).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from engine_actor.errors import ContractViolation
+from engine_actor.memory.block_pool import BlockPool
+from engine_actor.memory.block_table import BlockTable, blocks_for
+from engine_actor.memory.reservation import Reservation, RowDemand, RowReservation
+
+
+class PagedCache:
+    """`make_room(k)` is asked to bring the pool's free count to k, where idle blocks can be given up for it."""
+
+    def __init__(self, pool: BlockPool, block_size: int, make_room: Callable[[int], None] = lambda _: None) -> None:
+        self.pool = pool
+        self._make_room = make_room
+        self.block_size = block_size
+        self.generation = 0
+        self._tables: dict[int, BlockTable] = {}
+        self._live: Reservation | None = None
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    def table(self, request_id: int) -> BlockTable | None:
+        """The table of a resident request."""
+        table = self._tables.get(request_id)
+        return table if table is not None and table.resident else None
+
+    def residents(self) -> Iterator[int]:
+        """Ids of resident requests, in the order in which they became resident."""
+        return (request_id for request_id, table in self._tables.items() if table.resident)
+
+    @property
+    def resident_count(self) -> int:
+        provisional = sum(row.demand.new for row in self._live.rows) if self._live else 0
+        return len(self._tables) - provisional
+
+    def must_copy_tail(self, table: BlockTable) -> bool:
+        """The next write goes into a partly filled block that somebody else holds too (C17: only then it is copied)."""
+        size = self.block_size
+        return table.committed % size != 0 and self.pool.owner_count(table.blocks[table.committed // size]) > 1
+
+    def blocks_to_add(self, demand: RowDemand) -> int:
+        """Blocks that the pool must issue for this row: growth (F105), and one for a private copy of a shared tail."""
+        needed = blocks_for(max(demand.whole, demand.target), self.block_size)
+        table = self.table(demand.request_id)
+        if table is None:
+            return needed - len(demand.adopted)
+        return max(0, needed - table.count) + self.must_copy_tail(table)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, demands: Sequence[RowDemand]) -> Reservation:
+        """Takes all blocks of a step, or raises and changes nothing.
+
+        Raises OutOfBlocks, or ContractViolation where the plan does not fit the tables (F111, F112, F140, F151).
+        """
+        if self._live is not None:
+            raise ContractViolation("a second reservation while one is live")
+        self._check(demands)
+        needs = [self.blocks_to_add(demand) for demand in demands]
+        adopted = [block for demand in demands for block in demand.adopted]
+        for block in adopted:
+            self.pool.pin(block)  # first, so that making room does not take them
+        try:
+            self._make_room(sum(needs))
+            fresh = iter(self.pool.allocate(sum(needs)))
+        except BaseException:
+            for block in reversed(adopted):
+                self.pool.free([block])
+            raise
+        rows = [self._grow(demand, need, fresh) for demand, need in zip(demands, needs, strict=True)]
+        assert next(fresh, None) is None
+        self._live = Reservation(self, rows)
+        return self._live
+
+    def _grow(self, demand: RowDemand, need: int, fresh: Iterator[int]) -> RowReservation:
+        if demand.new:
+            table = self._tables[demand.request_id] = BlockTable(self.block_size)
+            table.blocks.extend(demand.adopted)
+            row = RowReservation(demand, table, 0)
+        else:
+            table = self._tables[demand.request_id]
+            row = RowReservation(demand, table, table.count)
+            if self.must_copy_tail(table):
+                row.tail = table.committed // self.block_size
+                row.copy = (table.blocks[row.tail], next(fresh))
+                table.blocks[row.tail] = row.copy[1]
+                table.epoch += 1
+                need -= 1
+        table.blocks.extend(next(fresh) for _ in range(need))
+        return row
+
+    def _check(self, demands: Sequence[RowDemand]) -> None:
+        seen: set[int] = set()
+        for demand in demands:
+            name, table = demand.request_id, self.table(demand.request_id)
+            if name in seen:
+                raise ContractViolation(f"request {name} is twice in one step")
+            seen.add(name)
+            if demand.new and table is not None:
+                raise ContractViolation(f"request {name} is marked new but is resident")
+            if not demand.new and table is None:
+                raise ContractViolation(f"request {name} is marked resident but is not")
+            if table is not None and demand.committed != table.committed:
+                raise ContractViolation(f"request {name}: plan says {demand.committed}, table {table.committed}")
+            if demand.target < demand.committed:
+                raise ContractViolation(f"request {name}: target {demand.target} < committed {demand.committed}")
+
+    def end_reservation(self, reservation: Reservation) -> None:
+        assert self._live is reservation
+        self._live = None
+        self.generation += 1
+
+    def drop_provisional(self, request_id: int) -> None:
+        """Forgets the table of a row that never became resident."""
+        assert not self._tables[request_id].resident
+        del self._tables[request_id]
+
+    # -- between steps --------------------------------------------------------------------------------------------
+
+    def remove(self, request_id: int) -> None:
+        """Releases a resident's blocks, tail first; shared ones survive with their other owners (F342)."""
+        self._refuse_during_step()
+        table = self._tables.pop(request_id)
+        self.pool.free(table.blocks[::-1])
+        self.generation += 1
+
+    def truncate(self, request_id: int, positions: int) -> int:
+        """Keeps at most `positions` valid positions and returns how many stay valid.
+
+        Blocks behind them go back. Where the block that would be written next is shared or indexed, the boundary
+        falls to the start of that block: less than a block is recomputed and nothing is copied.
+        """
+        self._refuse_during_step()
+        table = self._tables[request_id]
+        kept = min(positions, table.committed)
+        if kept % self.block_size and self.pool.owner_count(table.blocks[kept // self.block_size]) > 1:
+            kept -= kept % self.block_size
+        keep_blocks = blocks_for(kept, self.block_size)
+        surplus = table.blocks[keep_blocks:]
+        del table.blocks[keep_blocks:]
+        self.pool.free(surplus[::-1])
+        table.count = keep_blocks
+        table.committed = kept
+        table.epoch += 1
+        self.generation += 1
+        return kept
+
+    def fork(self, parent_id: int, child_id: int, positions: int) -> None:
+        """The child becomes a resident that shares the parent's blocks of its first `positions` (F343). A partly
+        filled last block is copied when one of the two first writes into it."""
+        self._refuse_during_step()
+        parent = self._tables[parent_id]
+        assert 0 < positions <= parent.committed and child_id not in self._tables
+        child = BlockTable(self.block_size)
+        for block in parent.blocks[: blocks_for(positions, self.block_size)]:
+            self.pool.pin(block)
+            child.blocks.append(block)
+        child.count = len(child.blocks)
+        child.committed = positions
+        child.resident = True
+        self._tables[child_id] = child
+        self.generation += 1
+
+    def _refuse_during_step(self) -> None:
+        if self._live is not None:
+            raise ContractViolation("a table cannot change while a step holds a reservation")
+
+    # -- integrity ------------------------------------------------------------------------------------------------
+
+    def holders(self) -> Iterator[tuple[int, int]]:
+        """(block, 1) for each entry of each table, reserved ones included, and for each pinned copy source."""
+        for table in self._tables.values():
+            for block in table.blocks:
+                yield block, 1
+        for row in self._live.rows if self._live else ():
+            if row.copy:
+                yield row.copy[0], 1
+
+    def check_integrity(self) -> None:
+        """Every table is sound and every block's owner count is what the tables add up to. Linear (F188)."""
+        for request_id, table in self._tables.items():
+            table.check_integrity(request_id)
+            if self._live is None and (len(table.blocks) != table.count or not table.resident):
+                raise ContractViolation(f"request {request_id} holds reserved blocks and no step is live")
+        self.pool.check_integrity(self.holders())

@@ -1,0 +1,149 @@
+"""Full blocks of equal prefixes, found by content and shared.
+
+An entry is one full block. Its key is sha256(salt or parent's digest, the block's tokens), so a key stands for the whole
+prefix; still, the hash is never proof: on a hit the tokens are compared, and the entry must hang under the entry that was
+matched before it. Tenants have different salts and never meet.
+
+The index is one owner of each of its blocks. A block that nobody else owns is idle: it stays adoptable until the pool
+needs it, oldest first and tails before heads (tables are released in reverse).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+from engine_actor.errors import ContractViolation
+from engine_actor.memory.block_pool import BlockPool
+
+Digest = Callable[[bytes, bytes], bytes]
+
+
+def chained_sha256(parent: bytes, tokens: bytes) -> bytes:
+    return hashlib.sha256(parent + tokens).digest()
+
+
+class _Entry:
+    __slots__ = ("block", "children", "digest", "parent", "tokens")
+
+    def __init__(self, block: int, digest: bytes, tokens: bytes, parent: _Entry | None) -> None:
+        self.block = block
+        self.digest = digest
+        self.tokens = tokens
+        self.parent = parent
+        self.children: list[_Entry] = []
+
+
+class PrefixIndex:
+    def __init__(self, pool: BlockPool, block_size: int, digest: Digest = chained_sha256) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._digest = digest
+        self._by_digest: dict[bytes, _Entry] = {}
+        self._by_block: dict[int, _Entry] = {}
+        self.generation = 0
+        self.collisions = 0
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def match(self, salt: bytes, tokens: Sequence[int]) -> list[int]:
+        """Blocks of the longest indexed prefix of `tokens`, in order. At least one token is left to compute, since the
+        answer needs its logits. Changes nothing."""
+        blocks: list[int] = []
+        parent: _Entry | None = None
+        for start in range(0, len(tokens) - self._block_size, self._block_size):
+            entry = self._find(salt, parent, self._packed(tokens, start))
+            if entry is None:
+                break
+            blocks.append(entry.block)
+            parent = entry
+        return blocks
+
+    def insert(self, salt: bytes, tokens: Sequence[int], blocks: Sequence[int], first: int) -> None:
+        """Indexes the full blocks first, first + 1, ... of a sequence; `blocks` is its table up to the last full one.
+
+        A block whose content is indexed already stays private to its table: tables are append-only, duplicates are
+        not merged. Indexing stops where the chain above is no longer indexed.
+        """
+        parent: _Entry | None = None
+        if first:
+            parent = self._by_block.get(blocks[first - 1])
+            if parent is None:
+                parent = self._walk(salt, tokens, first)
+                if parent is None:
+                    return
+        for i in range(first, len(blocks)):
+            packed = self._packed(tokens, i * self._block_size)
+            key = self._digest(parent.digest if parent else salt, packed)
+            entry = self._by_digest.get(key)
+            if entry is None:
+                entry = _Entry(blocks[i], key, packed, parent)
+                self._pool.hold_for_index(blocks[i])
+                self._by_digest[key] = entry
+                self._by_block[blocks[i]] = entry
+                if parent is not None:
+                    parent.children.append(entry)
+                self.generation += 1
+            elif entry.tokens != packed or entry.parent is not parent:
+                self.collisions += 1
+                return
+            parent = entry
+
+    def make_room(self, free_wanted: int) -> None:
+        """Gives up idle blocks until the pool has `free_wanted` free ones, or none is idle."""
+        while self._pool.free_count < free_wanted:
+            block = self._pool.oldest_idle()
+            if block is None:
+                return
+            self._drop(self._by_block[block])
+
+    def clear(self) -> None:
+        for entry in list(self._by_digest.values()):
+            if entry.parent is None:
+                self._drop(entry)
+
+    def check_integrity(self) -> None:
+        """Each entry is held in the pool, found by its digest and hangs under its parent; no other block is held."""
+        for block, entry in self._by_block.items():
+            sound = entry.block == block and self._by_digest.get(entry.digest) is entry
+            linked = entry.parent is None or entry in entry.parent.children
+            if not (sound and linked and self._pool.is_indexed(block)):
+                raise ContractViolation(f"prefix index: the entry of block {block} is not consistent")
+        held = sum(self._pool.is_indexed(b) for b in range(self._pool.num_ids))
+        if held != len(self._by_block) or held != len(self._by_digest):
+            raise ContractViolation(f"prefix index: {len(self._by_block)} entries, {held} blocks held")
+
+    def _packed(self, tokens: Sequence[int], start: int) -> bytes:
+        return array("q", tokens[start : start + self._block_size]).tobytes()
+
+    def _find(self, salt: bytes, parent: _Entry | None, packed: bytes) -> _Entry | None:
+        entry = self._by_digest.get(self._digest(parent.digest if parent else salt, packed))
+        if entry is None:
+            return None
+        if entry.tokens != packed or entry.parent is not parent:
+            self.collisions += 1
+            return None
+        return entry
+
+    def _walk(self, salt: bytes, tokens: Sequence[int], blocks: int) -> _Entry | None:
+        entry: _Entry | None = None
+        for i in range(blocks):
+            entry = self._find(salt, entry, self._packed(tokens, i * self._block_size))
+            if entry is None:
+                return None
+        return entry
+
+    def _drop(self, entry: _Entry) -> None:
+        """Removes an entry and all below it: without their head they could never be matched again (PX-04)."""
+        if entry.parent is not None:
+            entry.parent.children.remove(entry)
+        below = [entry]
+        while below:
+            gone = below.pop()
+            below.extend(gone.children)
+            del self._by_digest[gone.digest]
+            del self._by_block[gone.block]
+            self._pool.drop_from_index(gone.block)
+        self.generation += 1

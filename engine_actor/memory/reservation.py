@@ -1,0 +1,141 @@
+"""The only way a table grows: reserve -> validate -> commit, or release.
+
+One reservation covers a whole step (F138). It takes every new block up front; until `commit` nobody else can see them,
+and `release` gives all of them back. Of one row:
+
+    table before     [ shared or own, full ][ tail ]
+    reserve          [ adopted or own      ][ tail or its private copy ][ new blocks ... ]
+    commit(n)        positions [0, n) valid; blocks beyond what n and the whole sequence need go back
+    release          exactly the table before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from engine_actor.errors import ContractViolation
+from engine_actor.memory.block_table import BlockTable, blocks_for
+
+if TYPE_CHECKING:
+    from engine_actor.memory.paged_cache import PagedCache
+
+
+@dataclass(frozen=True, slots=True)
+class RowDemand:
+    """What one row of a step needs.
+
+    committed  positions that are valid before the step (for a new row: those of the adopted blocks)
+    target     positions that will be written up to
+    whole      length of the whole sequence; blocks for all of it are taken at its first chunk (C04)
+    adopted    full blocks of an equal prefix, shared with the index; for new rows only
+    """
+
+    request_id: int
+    new: bool
+    committed: int
+    target: int
+    whole: int
+    adopted: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class RowReservation:
+    """One row's part. `copy` is (shared tail, private copy) where the tail, at index `tail` of the table, must be
+    written but has other owners; the row keeps its share of the source until the step ends."""
+
+    demand: RowDemand
+    table: BlockTable
+    blocks_before: int
+    tail: int = 0
+    copy: tuple[int, int] | None = None
+
+
+class ReservationState(Enum):
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    RELEASED = "released"
+
+
+class Reservation:
+    """Made by PagedCache.reserve. Rows are in the order of the plan."""
+
+    def __init__(self, cache: PagedCache, rows: list[RowReservation]) -> None:
+        self._cache = cache
+        self.rows = rows
+        self.state = ReservationState.RESERVED
+        self.pool_generation = cache.pool.generation
+        self.cache_generation = cache.generation
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, destination) blocks to copy before the forward pass."""
+        return tuple(row.copy for row in self.rows if row.copy)
+
+    def validate(self, committed: Sequence[int]) -> None:
+        """Proves, without changing anything, that `commit(committed)` will succeed: nothing moved since the
+        reservation was made, and every boundary lies between what was valid and what was reserved (F145, F148)."""
+        if self.state is not ReservationState.RESERVED:
+            raise ContractViolation(f"a {self.state.value} reservation cannot be committed")
+        if self._cache.pool.generation != self.pool_generation:
+            raise ContractViolation("the block pool changed while a step held a reservation")
+        if self._cache.generation != self.cache_generation:
+            raise ContractViolation("a block table changed while a step held a reservation")
+        if len(committed) != len(self.rows):
+            raise ContractViolation(f"{len(committed)} boundaries for {len(self.rows)} rows")
+        for row, boundary in zip(self.rows, committed, strict=True):
+            demand = row.demand
+            if not demand.committed <= boundary <= demand.target:
+                raise ContractViolation(
+                    f"request {demand.request_id}: {boundary} is outside [{demand.committed}, {demand.target}]"
+                )
+            if row.table.committed != (0 if demand.new else demand.committed):
+                raise ContractViolation(f"request {demand.request_id}: its boundary moved during the step")
+
+    def commit(self, committed: Sequence[int]) -> None:
+        """Publishes the new boundaries. Call `validate` first: here only integers are assigned, and blocks that a
+        narrower boundary does not need go back to the pool (F154)."""
+        if self.state is not ReservationState.RESERVED:
+            raise ContractViolation(f"a {self.state.value} reservation cannot be committed")
+        self.state = ReservationState.COMMITTED
+        for row, boundary in zip(self.rows, committed, strict=True):
+            table, size = row.table, self._cache.block_size
+            keep = max(blocks_for(max(boundary, row.demand.whole), size), row.blocks_before)
+            if keep < len(table.blocks):
+                surplus = table.blocks[keep:]
+                del table.blocks[keep:]
+                table.epoch += 1
+                self._cache.pool.free(surplus[::-1])
+            table.count = len(table.blocks)
+            table.committed = boundary
+            table.resident = True
+            if row.copy:
+                # The forward pass has run, so the copy is complete and its source may go.
+                self._cache.pool.free([row.copy[0]])
+        self._cache.end_reservation(self)
+
+    def release(self) -> None:
+        """Gives everything back; the tables are what they were. Does nothing the second time (F143, F144)."""
+        if self.state is ReservationState.RELEASED:
+            return
+        if self.state is ReservationState.COMMITTED:
+            raise ContractViolation("a committed reservation cannot be released")
+        self.state = ReservationState.RELEASED
+        pool = self._cache.pool
+        for row in reversed(self.rows):
+            table = row.table
+            taken = table.blocks[row.blocks_before :]
+            if row.demand.new:
+                taken = table.blocks[:]
+                table.blocks.clear()
+                self._cache.drop_provisional(row.demand.request_id)
+            else:
+                del table.blocks[row.blocks_before :]
+                if row.copy:
+                    table.blocks[row.tail] = row.copy[0]
+                    taken.insert(0, row.copy[1])
+            table.epoch += 1
+            pool.free(taken[::-1])
+        self._cache.end_reservation(self)

@@ -1,0 +1,138 @@
+"""Decides one step: who takes part, in which order, with how many tokens. Planning changes nothing (F096).
+
+Order without fairness bounds, exactly that of S0: residents in resident order, then the queue in order of submission;
+of these, decodes first, then prefills, both stable. With bounds (FairnessBounds):
+
+    1. rows that were passed over too often, then decodes (those passed over longest first), then prefills
+    2. while a prefill can run, decodes leave it a minimum share of the tokens
+    3. a prompt that was overtaken too often closes the door to newer ones until it is in
+
+Budget: every selected row gets one token; what is left goes to prefills in order, each up to the rest of its sequence
+and the chunk size (F089).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine_actor.lifecycle import Lifecycle
+from engine_actor.options import UNBOUNDED, EngineConfig
+from engine_actor.outcomes import DeferralReason, StepOutcome
+from engine_actor.request import RequestRecord
+from engine_actor.scheduling.admission import Admission, Selection
+from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
+
+
+def row_limit(max_scheduled_tokens: int, max_batch_size: int) -> int:
+    """Rows of one step (F087)."""
+    if max_scheduled_tokens < 1 or max_batch_size < 1:
+        raise ValueError(f"both limits must be positive: {max_scheduled_tokens} tokens, {max_batch_size} rows")
+    return min(max_scheduled_tokens, max_batch_size)
+
+
+def share_budget(wants: Sequence[int], budget: int) -> list[int]:
+    """Tokens for each row: one each, the rest greedily in order; `wants` is 1 for a decode, and for a prefill what
+    its sequence and its caps leave. Raises ValueError if not even one each fits (F089)."""
+    left = budget - len(wants)
+    if left < 0:
+        raise ValueError(f"{len(wants)} rows do not fit into a budget of {budget} tokens")
+    counts = []
+    for want in wants:
+        extra = min(want - 1, left)
+        counts.append(1 + extra)
+        left -= extra
+    return counts
+
+
+class Scheduler:
+    def __init__(self, lifecycle: Lifecycle, config: EngineConfig) -> None:
+        self._lifecycle = lifecycle
+        self._config = config
+        self._row_limit = row_limit(config.max_scheduled_tokens, config.max_batch_size)
+        bounds = config.fairness
+        self._rotates = bounds.max_passed_over < UNBOUNDED
+        self._prefill_reserve = math.ceil(bounds.min_prefill_share * config.max_scheduled_tokens)
+
+    def plan(self, transaction_id: int) -> StepPlan:
+        candidates = self._candidates()
+        if not candidates:
+            return StepPlan(transaction_id, StepOutcome.NO_WORK)
+        selection = self._select(candidates)
+        plan = StepPlan(
+            transaction_id,
+            StepOutcome.COMMITTED,
+            deferrals=selection.deferrals,
+            unserviceable=selection.unserviceable,
+        )
+        self._share_out(selection, plan)
+        if not plan.rows:
+            plan.outcome = StepOutcome.CAPACITY_DEFERRED if plan.deferrals else StepOutcome.UNSERVICEABLE_REQUEST
+        return plan
+
+    def note_committed(self, plan: StepPlan) -> None:
+        """Keeps the fairness counters after a committed step: who took part, who was passed over or overtaken."""
+        for row in plan.rows:
+            row.record.passed_over = 0
+        newest = max((row.record.submitted for row in plan.rows if row.demand.new), default=0)
+        for deferral in plan.deferrals:
+            record = self._lifecycle.records[deferral.request_id]
+            if deferral.reason is DeferralReason.ROWS:
+                record.passed_over += 1
+            elif record.submitted < newest:
+                record.overtaken += sum(row.demand.new and row.record.submitted > record.submitted for row in plan.rows)
+
+    def _candidates(self) -> list[RequestRecord]:
+        candidates = [record for record in self._lifecycle.residents() if record.executable]
+        candidates.extend(self._lifecycle.queue.values())
+        if any(record.turn_options.priority for record in candidates):
+            candidates.sort(key=lambda record: record.turn_options.priority)
+        return candidates
+
+    def _select(self, candidates: list[RequestRecord]) -> Selection:
+        decodes = [record for record in candidates if not record.is_prefill]
+        prefills = [record for record in candidates if record.is_prefill]
+        running = len(candidates) - len(self._lifecycle.queue)
+        overtakes = self._config.fairness.max_overtakes
+        admission = Admission(self._lifecycle.cache, self._row_limit, overtakes, running)
+        if self._rotates:
+            bound = self._config.fairness.max_passed_over
+            overdue = [record for record in candidates if record.passed_over >= bound]
+            for record in sorted(overdue, key=lambda record: -record.passed_over):
+                admission.consider(record)
+            decodes = [record for record in decodes if record.passed_over < bound]
+            prefills = [record for record in prefills if record.passed_over < bound]
+            decodes.sort(key=lambda record: -record.passed_over)
+        first = self._decode_share() if prefills else len(decodes)
+        for record in decodes[:first]:
+            admission.consider(record)
+        rows = len(admission.selection.rows)
+        for record in prefills:
+            admission.consider(record)
+        prefill_runs = len(admission.selection.rows) > rows
+        for record in decodes[first:]:
+            if prefill_runs:
+                admission.defer(record, DeferralReason.ROWS)
+            else:
+                admission.consider(record)
+        return admission.selection
+
+    def _decode_share(self) -> int:
+        """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
+        if not self._prefill_reserve:
+            return self._row_limit
+        return max(1, min(self._config.max_scheduled_tokens - self._prefill_reserve, self._row_limit - 1))
+
+    def _share_out(self, selection: Selection, plan: StepPlan) -> None:
+        wants = []
+        for record, demand in selection.rows:
+            want = demand.whole - demand.committed if record.is_prefill else 1
+            wants.append(min(want, self._config.chunk_size) if self._config.chunk_size else want)
+        counts = share_budget(wants, self._config.max_scheduled_tokens)
+        for (record, demand), count in zip(selection.rows, counts, strict=True):
+            target = demand.committed + count
+            demand = replace(demand, target=target)
+            samples = target == demand.whole
+            plan.rows.append(PlannedRow(record, demand, count, plan.token_count, record.is_prefill, samples))
+            plan.token_count += count

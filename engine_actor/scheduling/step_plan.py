@@ -1,0 +1,59 @@
+"""The work of one step, as decided by the scheduler and not yet begun.
+
+Three orders meet in a step (C14): the plan's order is the rank, in which events are published; rows are packed in the
+same order; every other order, such as that of wanted logits, goes through an index stored here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine_actor.memory.reservation import RowDemand
+from engine_actor.outcomes import Deferral, StepOutcome
+from engine_actor.request import RequestRecord
+
+
+@dataclass(slots=True)
+class PlannedRow:
+    """One request's part: the next `count` tokens after `demand.committed` positions.
+
+    offset       of its first token among the step's packed tokens (F093)
+    prefill      its tokens are input, not the last sampled token
+    samples      its last token is the last of the sequence, so its logits choose the next one
+    """
+
+    record: RequestRecord
+    demand: RowDemand
+    count: int
+    offset: int
+    prefill: bool
+    samples: bool
+
+    @property
+    def logits_row(self) -> int:
+        return self.offset + self.count - 1
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """outcome is COMMITTED for a plan that can be executed, else why not."""
+
+    transaction_id: int
+    outcome: StepOutcome
+    rows: list[PlannedRow] = field(default_factory=list)
+    deferrals: list[Deferral] = field(default_factory=list)
+    unserviceable: list[RequestRecord] = field(default_factory=list)
+    token_count: int = 0
+
+    @property
+    def executable(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def graph_capture_eligible(self) -> bool:
+        """A pure decode step of one token each (F097)."""
+        return bool(self.rows) and not any(row.prefill for row in self.rows)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(row.count for row in self.rows if row.prefill)
