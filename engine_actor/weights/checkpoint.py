@@ -49,7 +49,9 @@ class Checkpoint(ABC):
             raise UnsupportedModel(self.path, f"tensor {name!r} is missing")
         found = self._shape(name)
         if found != shape:
-            raise UnsupportedModel(self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}")
+            raise UnsupportedModel(
+                self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}"
+            )
         value = self._load(name, dtype)
         self._read.add(name)
         if self._progress is not None:

@@ -1,0 +1,167 @@
+"""The torch backend: a transformer over packed tokens with its keys and values in paged pools, on CPU or CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_actor.decoding.decoder import DecoderManifest, Int64, PackedStep, PagedState, PoolGeometry
+from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption, UnsupportedModel
+from engine_actor.models.rotary_table import RotaryTable
+from engine_actor.models.step_tensors import StepTensors
+from engine_actor.models.transformer import Transformer
+from engine_actor.weights.checkpoint import Progress, open_checkpoint
+from engine_actor.weights.config import ModelConfig
+from kernels.block_copy import copy_blocks
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# What the attention kernels can take.
+_HEAD_MULTIPLE, _MAX_HEAD_SIZE = 8, 256
+_CACHE_LINE = 64
+
+
+class TorchDecoder:
+    """Implements `Decoder`. Made by `load`."""
+
+    def __init__(self, model: Transformer, device: torch.device, dtype: torch.dtype) -> None:
+        config = model.config
+        self._model, self._device, self._dtype = model, device, dtype
+        self._pools: PoolGeometry | None = None
+        self._manifest = DecoderManifest(
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+            eos_token_ids=config.eos_token_ids,
+            paged=PagedState(
+                layers=tuple(range(config.layers)),
+                kv_heads=config.kv_heads,
+                head_size=config.head_size,
+                element_bytes=dtype.itemsize,
+            ),
+        )
+
+    @staticmethod
+    def load(
+        path: str | Path, *, dtype: str = "bfloat16", device: str = "auto", progress: Progress | None = None
+    ) -> TorchDecoder:
+        """Reads a Hugging Face folder or a GGUF file.
+
+        dtype     of the matrices and of the KV cache: "bfloat16" or "float32"; products are summed in float32
+        device    "auto" (CUDA where there is one), "cpu" or "cuda"
+        progress  called with (tensors read, tensors in the checkpoint)
+        Raises InvalidOption, UnreadableModel or UnsupportedModel.
+        """
+        if dtype not in _DTYPES:
+            raise InvalidOption("dtype", dtype, " or ".join(map(repr, _DTYPES)))
+        where = _choose_device(device)
+        checkpoint = open_checkpoint(path, progress)
+        _check_head_size(str(path), checkpoint.config)
+        with torch.inference_mode():
+            model = Transformer(checkpoint, _DTYPES[dtype], where)
+        return TorchDecoder(model, where, _DTYPES[dtype])
+
+    @property
+    def manifest(self) -> DecoderManifest:
+        return self._manifest
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights and the pools are."""
+        return self._device
+
+    @property
+    def row_invariant(self) -> bool:
+        """Attention always is, by its fixed order of reduction; the linears say it of themselves."""
+        return all(linear.row_invariant for linear in self._model.linears())
+
+    def allocate(self, pools: PoolGeometry) -> None:
+        """Reserves the pools; on the CPU the machine gives the pages when they are first written."""
+        if self._pools is not None:
+            raise ContractViolation("the pools of this decoder are allocated already")
+        config = self._model.config
+        shape = (pools.num_blocks, pools.block_size, config.kv_heads, config.head_size)
+        with torch.inference_mode():
+            for layer in self._model.layers:
+                layer.attention.bind(self._pool(shape), self._pool(shape))
+            length = min(config.context_length, pools.num_blocks * pools.block_size)
+            self._rotary = RotaryTable(config.rope, config.head_size, length, self._device)
+            same = config.local_rope == config.rope
+            self._local_rotary = (
+                self._rotary if same else RotaryTable(config.local_rope, config.head_size, length, self._device)
+            )
+        self._pools = pools
+
+    @torch.inference_mode()
+    def forward(self, step: PackedStep) -> Tensor:
+        """Logits, float32 [len(step.logits_rows), vocab_size], on `device`. Raises ExecutionMemoryExceeded."""
+        try:
+            for layer in self._model.layers if step.block_copies else ():
+                copy_blocks(layer.attention.key_cache, layer.attention.value_cache, step.block_copies)
+            return self._model(self._on_device(step))
+        except torch.OutOfMemoryError as error:
+            raise ExecutionMemoryExceeded(f"a step of {len(step.input_ids)} tokens: {error}") from error
+        except RuntimeError as error:
+            # The CPU allocator has no exception type of its own.
+            if "can't allocate memory" not in str(error):
+                raise
+            raise ExecutionMemoryExceeded(f"a step of {len(step.input_ids)} tokens: {error}") from error
+
+    def _on_device(self, step: PackedStep) -> StepTensors:
+        if self._pools is None:
+            raise ContractViolation("forward before allocate")
+        positions = self._tensor(step.position_ids)
+        rotary = self._rotary.at(positions)
+        local = rotary if self._local_rotary is self._rotary else self._local_rotary.at(positions)
+        tokens = len(step.input_ids)
+        everything = len(step.logits_rows) == tokens and bool((np.diff(step.logits_rows, prepend=-1) == 1).all())
+        return StepTensors(
+            input_ids=self._tensor(step.input_ids),
+            slots=self._tensor(slots_of(step, self._pools.block_size)),
+            block_table=self._tensor(step.block_table),
+            cumulative=self._tensor(step.cumulative_sequence_lengths),
+            past=self._tensor(step.past_sequence_lengths),
+            rotary=rotary,
+            local_rotary=local,
+            logits_rows=None if everything else self._tensor(step.logits_rows),
+        )
+
+    def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> Tensor:
+        value = torch.from_numpy(array)
+        return value if self._device.type == "cpu" else value.to(self._device, non_blocking=True)
+
+    def _pool(self, shape: tuple[int, ...]) -> Tensor:
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        # numpy asks the system for zeroed pages, which cost nothing until they are used; torch writes the zeros.
+        nbytes = int(np.prod(shape)) * self._dtype.itemsize
+        raw = np.zeros(nbytes + _CACHE_LINE, np.uint8)
+        start = -raw.ctypes.data % _CACHE_LINE
+        return torch.from_numpy(raw[start : start + nbytes]).view(self._dtype).view(shape)
+
+
+def slots_of(step: PackedStep, block_size: int) -> Int64:
+    """Where the key and value of each packed token go: int64 [tokens], block * block_size + offset in the block."""
+    lengths = np.diff(step.cumulative_sequence_lengths)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    blocks = step.block_table[rows, step.position_ids // block_size].astype(np.int64)
+    assert (blocks >= 0).all(), "a token lies past the end of its row's block table"
+    slots: Int64 = blocks * block_size + step.position_ids % block_size
+    return slots
+
+
+def _choose_device(device: str) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise InvalidOption("device", device, "'auto', 'cpu' or 'cuda'")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise InvalidOption("device", device, "'cpu' here: torch finds no CUDA device")
+    return torch.device(device)
+
+
+def _check_head_size(path: str, config: ModelConfig) -> None:
+    size = config.head_size
+    if size % _HEAD_MULTIPLE or size > _MAX_HEAD_SIZE:
+        raise UnsupportedModel(path, f"head size {size}: multiples of {_HEAD_MULTIPLE} up to {_MAX_HEAD_SIZE} can run")
