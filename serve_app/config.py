@@ -1,0 +1,260 @@
+"""What an operator chooses: `AppArgs`, the one argument of `serve_app.app:build`.
+
+The same fields are the `args:` of a Serve config file, the keys of `moorage serve --config FILE` and, for the
+common ones, flags of `moorage serve`. A value that cannot be used is refused with the name of its field
+before anything starts. API keys are held as secrets: neither a repr nor a log shows them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from engine_actor.actor_options import ActorOptions
+from engine_actor.options import Numerics
+
+API_KEYS_VARIABLE = "MOORAGE_API_KEYS"
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_memory(value: object) -> float:
+    """A share of memory in (0, 1], or bytes > 1, from 0.3, "0.3", 2147483648, "2GiB" or "512 MB"."""
+    wanted = 'a share such as 0.3, or bytes such as "2GiB"'
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"must be {wanted}, not {value!r}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"must be {wanted}, not {value!r}")
+    amount = float(match[1]) * _UNITS[match[2].upper()]
+    if not 0 < amount <= 2**50 or (match[2] and amount <= 1):
+        raise ValueError(f"must be {wanted}, not {value!r}")
+    return amount
+
+
+Memory = Annotated[float, BeforeValidator(parse_memory)]
+
+
+class AppArgs(BaseModel):
+    """The whole configuration of one application: one model, its replicas, its front door."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # The model
+    model: str = Field(
+        min_length=1,
+        description="A known name (`moorage models` lists them), a Hugging Face folder, or a GGUF file. A path must "
+        "exist on every node that runs a replica or an ingress.",
+    )
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        description="The name clients use. Default: the known name, else that of the file or folder.",
+    )
+    backend: Literal["torch"] = Field("torch", description="What runs the model.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of the weights and the KV cache.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one, else the CPU.")
+    numerics: Numerics = Field(
+        Numerics.EXACT,
+        description="exact: a token is the same alone and in any batch. fast: near ties may fall either way.",
+    )
+
+    # Replicas and what they ask of Ray
+    replicas: int = Field(1, ge=1, le=4096, description="Engine replicas, each with its own copy of the model.")
+    ingress_replicas: int = Field(1, ge=1, le=256, description="Processes that speak HTTP and render prompts.")
+    cpus_per_replica: float | None = Field(
+        None,
+        gt=0,
+        le=4096,
+        description="CPUs Ray reserves for a replica. Default: what fits all of them on this machine.",
+    )
+    cpus_per_ingress: float = Field(0.1, gt=0, le=64, description="CPUs Ray reserves for an ingress process.")
+    gpus_per_replica: float | None = Field(
+        None,
+        ge=0,
+        le=16,
+        description="GPUs Ray reserves for a replica; a fraction shares one. Default: 1 for device cuda, or for auto "
+        "when the cluster has GPUs; else 0.",
+    )
+    threads: int = Field(
+        0, ge=0, le=1024, description="Threads of a replica's math libraries. 0: cores of this machine / replicas."
+    )
+
+    # Memory and the limits of an engine
+    kv_memory: Memory = Field(
+        0.3,
+        description='KV pool: bytes ("2GiB") for each replica, or a share (0.3) of the memory that is free at start. '
+        "On the CPU the replicas divide that share among them.",
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest sequence, answer included. Default: the model's own context."
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens in a block of the KV pool.")
+    max_batch_size: int = Field(32, ge=1, le=4096, description="Sequences in one step.")
+    max_scheduled_tokens: int = Field(2048, ge=1, description="Tokens in one step.")
+    chunk_size: int = Field(
+        0, ge=0, description="Longest part of a prompt in one step. 0: only max_scheduled_tokens bounds it."
+    )
+
+    # Sessions and queues
+    max_sessions: int = Field(256, ge=1, description="Conversations a replica keeps resident, idle ones leave first.")
+    session_ttl_seconds: float = Field(
+        3600.0, ge=0, le=1e9, description="A conversation idle for longer leaves the cache. 0: never."
+    )
+    max_queued_turns: int = Field(
+        256, ge=1, description="Turns that wait at a replica; beyond it clients get 429 with Retry-After."
+    )
+    max_turns_per_session: int = Field(
+        8, ge=1, description="Turns of one session, the running one included; beyond it clients get 429."
+    )
+
+    # The front door
+    api_keys: tuple[SecretStr, ...] = Field(
+        (), description=f"Keys clients may use. Prefer api_key_file or {API_KEYS_VARIABLE}. No key: no check."
+    )
+    api_key_file: Path | None = Field(
+        None, description="A file with one key a line; empty lines and lines that start with # are skipped."
+    )
+    session_header: str = Field(
+        "x-session-id",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="Request header that names the session; case, and - or _, do not matter.",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="The most tokens of one answer. Default: what the context leaves."
+    )
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Longest request body.")
+
+    # Operations
+    placement_timeout_seconds: float = Field(
+        10.0, gt=0, le=3600, description="How long a turn waits for any replica to exist before it gets 503."
+    )
+    graceful_shutdown_timeout_seconds: float = Field(
+        600.0,
+        gt=0,
+        le=86_400,
+        description="How long a replica that is stopped may finish its answers. Must exceed the longest answer.",
+    )
+    health_check_period_seconds: float = Field(
+        1.0, gt=0, le=600, description="How often Serve asks a replica if it is well; three failures replace it."
+    )
+    routing_stats_period_seconds: float = Field(
+        0.3, gt=0, le=60, description="How often replicas report residency and load to the routers."
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_field_is_a_switch(cls, value: Any) -> Any:
+        """Text is read as a number (`serve run` passes text), true and false are not."""
+        if isinstance(value, bool):
+            raise ValueError("true and false are not values of this field")
+        return value
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _plain_keys(cls, value: Any) -> Any:
+        """A string is one key, not a list of letters."""
+        return (value,) if isinstance(value, str | SecretStr) else value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _usable_keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in value:
+            _check_key(key.get_secret_value())
+        return value
+
+    def load_api_keys(self) -> tuple[SecretStr, ...]:
+        """All keys: of `api_keys`, of the file, and of the environment (commas between). Raises
+        ValueError."""
+        keys = [key.get_secret_value() for key in self.api_keys]
+        if self.api_key_file is not None:
+            keys += _keys_of_file(self.api_key_file)
+        from_environment = [key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",")]
+        keys += [key for key in from_environment if key]
+        for key in keys:
+            _check_key(key)
+        return tuple(SecretStr(key) for key in dict.fromkeys(keys))
+
+    def model_name(self) -> str:
+        """The name clients use."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        path = Path(self.model)
+        return path.stem if path.suffix == ".gguf" else path.resolve().name if path.is_dir() else self.model
+
+    def resolved_threads(self, cores: int) -> int:
+        return self.threads or max(1, cores // self.replicas)
+
+    def resolved_cpus(self, cores: int) -> float:
+        """CPUs of a replica such that all of them and the ingress fit on a machine of `cores`; the Serve
+        controller and proxies ask for none. Never more than the threads it runs."""
+        if self.cpus_per_replica is not None:
+            return self.cpus_per_replica
+        left = max(cores - self.ingress_replicas * self.cpus_per_ingress, 0.0)
+        fitting = math.floor(left / self.replicas * 100) / 100
+        return max(0.01, min(float(self.resolved_threads(cores)), fitting))
+
+    def resolved_gpus(self, cluster_gpus: float) -> float:
+        if self.gpus_per_replica is not None:
+            return self.gpus_per_replica
+        if self.device == "cuda":
+            return 1.0
+        return 1.0 if self.device == "auto" and cluster_gpus >= self.replicas else 0.0
+
+    def actor_options(self, *, cores: int, on_gpu: bool) -> ActorOptions:
+        """Options of one engine. `model` is as given: each process resolves it on its own node."""
+        share = self.kv_memory if on_gpu or self.kv_memory > 1 else self.kv_memory / self.replicas
+        return ActorOptions(
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+            numerics=self.numerics,
+            kv_memory=share,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            max_batch_size=self.max_batch_size,
+            max_scheduled_tokens=self.max_scheduled_tokens,
+            chunk_size=self.chunk_size,
+            max_sessions=self.max_sessions,
+            session_ttl_seconds=self.session_ttl_seconds,
+            max_queued_turns=self.max_queued_turns,
+            max_turns_per_session=self.max_turns_per_session,
+            threads=self.resolved_threads(cores),
+        )
+
+
+def describe_errors(error: ValidationError) -> list[str]:
+    """One line a field: its name, what is wrong, and the value unless the field holds secrets."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or "arguments"
+        shown = "" if "api_key" in name or item["type"] == "missing" else f" (got {item['input']!r})"
+        lines.append(f"{name}: {item['msg']}{shown}")
+    return lines
+
+
+def _keys_of_file(path: Path) -> list[str]:
+    try:
+        lines = path.expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"api_key_file {str(path)!r} cannot be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not keys:
+        raise ValueError(f"api_key_file {str(path)!r} holds no key")
+    return keys
+
+
+def _check_key(key: str) -> None:
+    """A header value must carry it: printable ASCII without spaces."""
+    if not re.fullmatch(r"[!-~]{8,512}", key):
+        raise ValueError("an API key must be 8 to 512 printable ASCII characters without spaces")
