@@ -27,9 +27,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises TokenizerError if the source is no template."""
         # Templates are written for these settings, filters and globals: they are part of the format.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -42,9 +40,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt, up to where the assistant's answer begins. Raises ChatTemplateError."""
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens
-            )
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise ChatTemplateError(f"The chat template refused these messages: {error}") from error
 

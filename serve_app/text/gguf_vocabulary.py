@@ -39,8 +39,11 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         raise TokenizerError(f"tokenizer.ggml.model is {kind!r}; 'gpt2' and 'llama' are known")
     types = cast("list[int]", metadata.get("tokenizer.ggml.token_type", []))
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _of_type(tokens, types, _CONTROL)])
-    # Normalized: the pieces of SentencePiece are written with its own space sign.
-    tokenizer.add_tokens([AddedToken(t, normalized=True) for t in _of_type(tokens, types, _USER_DEFINED)])
+    # A normalizer that only writes spaces as SentencePiece does lets "▁▁" be found in a text; one that also puts a
+    # space before it would do so before the token, too.
+    normalized = kind == "llama" and not _prefixes_space(metadata)
+    user_defined = _of_type(tokens, types, _USER_DEFINED)
+    tokenizer.add_tokens([AddedToken(token, normalized=normalized) for token in user_defined])
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and isinstance(bos, int):
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -51,6 +54,10 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
 
 def _of_type(tokens: list[str], types: list[int], wanted: int) -> list[str]:
     return [token for token, kind in zip(tokens, types, strict=False) if kind == wanted]
+
+
+def _prefixes_space(metadata: Mapping[str, object]) -> bool:
+    return bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
 
 
 def _byte_level(tokens: list[str], metadata: Mapping[str, object]) -> Tokenizer:
@@ -68,9 +75,7 @@ def _byte_level(tokens: list[str], metadata: Mapping[str, object]) -> Tokenizer:
         normalizer = normalizers.NFC()
         splits = [pre_tokenizers.Split(Regex(_SINGLE_DIGITS), "isolated")]
     else:
-        raise TokenizerError(
-            f"tokenizer.ggml.pre is {cut!r}; 'gpt-2', 'smollm', 'llama-bpe' and 'qwen2' are known"
-        )
+        raise TokenizerError(f"tokenizer.ggml.pre is {cut!r}; 'gpt-2', 'smollm', 'llama-bpe' and 'qwen2' are known")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     model = BPE(vocab=vocabulary, merges=merges, ignore_merges=cut == "llama-bpe")  # type: ignore[arg-type]
     tokenizer = Tokenizer(model)
@@ -97,7 +102,7 @@ def _sentencepiece(tokens: list[str], metadata: Mapping[str, object]) -> Tokeniz
     tokenizer = Tokenizer(model)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     undo: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _prefixes_space(metadata):
         steps.insert(0, normalizers.Prepend("▁"))
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)

@@ -81,9 +81,7 @@ class PromptBuilder:
         return frame
 
 
-def _answers_in(
-    rendered: str, frame: Sequence[str], messages: Sequence[Message]
-) -> Iterator[tuple[int, int, str]]:
+def _answers_in(rendered: str, frame: Sequence[str], messages: Sequence[Message]) -> Iterator[tuple[int, int, str]]:
     """(start, end, text) of each answer that stands unchanged in `rendered`, as far as the frame fits.
 
     Positions are those in `rendered.encode()`.

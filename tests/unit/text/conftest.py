@@ -38,6 +38,4 @@ def sentencepiece_backend() -> Backend:
 
 @pytest.fixture(scope="session")
 def sentencepiece() -> Tokenizer:
-    return Tokenizer(
-        sentencepiece_backend(), frozenset({2}), 1, None, {"bos_token": "<s>", "eos_token": "</s>"}
-    )
+    return Tokenizer(sentencepiece_backend(), frozenset({2}), 1, None, {"bos_token": "<s>", "eos_token": "</s>"})

@@ -14,9 +14,7 @@ IDS = st.lists(st.integers(0, 49151) | st.integers(17, 300), max_size=60)
 MIXED = "Emoji 😀👩‍👩‍👧 中文字 é̂ Ω and plain"
 
 
-def run(
-    tokenizer: Tokenizer, ids: list[int], stops: list[str], sizes: list[int]
-) -> tuple[list[str], AnswerText]:
+def run(tokenizer: Tokenizer, ids: list[int], stops: list[str], sizes: list[int]) -> tuple[list[str], AnswerText]:
     """Pushes the ids in chunks of these sizes, over and over; the pieces of text as they came out."""
     answer, pieces, at, turn = AnswerText(tokenizer, stops), [], 0, 0
     while at < len(ids) and not answer.stopped:
@@ -56,9 +54,7 @@ def test_no_piece_holds_half_a_character(smollm2: Tokenizer) -> None:
     pieces, _ = run(smollm2, ids, [], [1])
     assert "".join(pieces) == MIXED
     assert not any("�" in piece for piece in pieces)
-    assert any(
-        piece == "" for piece in pieces[:-1]
-    )  # the test is about characters that are spread over tokens
+    assert any(piece == "" for piece in pieces[:-1])  # the test is about characters that are spread over tokens
 
 
 def test_an_unfinished_last_character_is_dropped(smollm2: Tokenizer) -> None:
