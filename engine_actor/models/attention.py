@@ -32,9 +32,7 @@ class Attention:
             "v_proj": self.kv_heads * size,
         }
         self.query_key_value = loader.linear(prefix, outputs, config.hidden_size, bias=config.qkv_bias)
-        self.output = loader.linear(
-            prefix, {"o_proj": config.hidden_size}, self.heads * size, bias=config.output_bias
-        )
+        self.output = loader.linear(prefix, {"o_proj": config.hidden_size}, self.heads * size, bias=config.output_bias)
         self.query_norm = loader.vector(f"{prefix}q_norm.weight", size) if config.qk_norm else None
         self.key_norm = loader.vector(f"{prefix}k_norm.weight", size) if config.qk_norm else None
 

@@ -1,4 +1,4 @@
-"""Turning a checkpoint's tensors into the parts of a model, one at a time, so that no second copy of it is ever held."""
+"""Turning a checkpoint's tensors into the parts of a model, one at a time: no second copy of it is ever held."""
 
 from __future__ import annotations
 
@@ -27,12 +27,8 @@ class Loader:
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self._checkpoint.tensor(name, (rows, columns), self.dtype).to(self.device)
 
-    def linear(
-        self, prefix: str, modules: dict[str, int], columns: int, *, bias: bool = False
-    ) -> PackedLinear:
+    def linear(self, prefix: str, modules: dict[str, int], columns: int, *, bias: bool = False) -> PackedLinear:
         """One linear whose outputs are those of `modules` (name -> outputs), one after the other."""
-        weight = torch.cat(
-            [self.matrix(f"{prefix}{name}.weight", rows, columns) for name, rows in modules.items()]
-        )
+        weight = torch.cat([self.matrix(f"{prefix}{name}.weight", rows, columns) for name, rows in modules.items()])
         biases = [self.vector(f"{prefix}{name}.bias", rows) for name, rows in modules.items() if bias]
         return PackedLinear(weight, torch.cat(biases) if biases else None)

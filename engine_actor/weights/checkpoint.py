@@ -1,8 +1,8 @@
 """A model on disk: its configuration, and its tensors by one naming whatever the file format.
 
-Names are those of Hugging Face's Llama and Gemma 3 checkpoints (`model.layers.0.self_attn.q_proj.weight`). Values are
-those that the formulas use: a norm weight is what the normalised row is multiplied with, and the two halves of a rotated
-head lie one after the other. Readers undo what a format stores differently.
+Names are those of Hugging Face's Llama and Gemma 3 checkpoints (`model.layers.0.self_attn.q_proj.weight`). Values
+are those that the formulas use: a norm weight is what the normalised row is multiplied with, and the two halves of
+a rotated head lie one after the other. Readers undo what a format stores differently.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class Checkpoint(ABC):
             raise UnsupportedModel(self.path, f"tensor {name!r} is missing")
         found = self._shape(name)
         if found != shape:
-            raise UnsupportedModel(
-                self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}"
-            )
+            raise UnsupportedModel(self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}")
         value = self._load(name, dtype)
         self._read.add(name)
         if self._progress is not None:

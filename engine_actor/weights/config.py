@@ -74,6 +74,4 @@ class ModelConfig:
             if rope.theta <= 0:
                 raise ValueError(f"rope theta must be positive, not {rope.theta!r}")
             if rope.divisors and (len(rope.divisors) != self.head_size // 2 or min(rope.divisors) <= 0):
-                raise ValueError(
-                    f"rope divisors must be {self.head_size // 2} positive numbers, not {rope.divisors}"
-                )
+                raise ValueError(f"rope divisors must be {self.head_size // 2} positive numbers, not {rope.divisors}")

@@ -58,9 +58,7 @@ class GgufCheckpoint(Checkpoint):
         # Converters reorder the rows of q and k for this architecture name only.
         self._reordered = self._file.fields["general.architecture"] == "llama"
         norms = _FEED_FORWARD_NORMS[self.config.architecture]
-        self._stored = {
-            _canonical(name, _LAYER | norms): name for name in self._file.tensors if name != _ROPE_DIVISORS
-        }
+        self._stored = {_canonical(name, _LAYER | norms): name for name in self._file.tensors if name != _ROPE_DIVISORS}
 
     @property
     def names(self) -> Collection[str]:

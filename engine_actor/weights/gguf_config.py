@@ -45,27 +45,17 @@ def read_config(file: GgufFile, rope_divisors: tuple[float, ...]) -> ModelConfig
     architecture = file.fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(
-            file.path, f"architecture {architecture!r} is not supported (supported: {known})"
-        )
+        raise UnsupportedModel(file.path, f"architecture {architecture!r} is not supported (supported: {known})")
     fields = _Fields(file, str(architecture))
     if fields.integer("expert_count", 0) > 0:
-        raise UnsupportedModel(
-            file.path, f"{architecture}.expert_count: mixtures of experts are not supported"
-        )
-    hidden, heads, layers = (
-        fields.integer(key) for key in ("embedding_length", "attention.head_count", "block_count")
-    )
+        raise UnsupportedModel(file.path, f"{architecture}.expert_count: mixtures of experts are not supported")
+    hidden, heads, layers = (fields.integer(key) for key in ("embedding_length", "attention.head_count", "block_count"))
     if heads < 1:
-        raise UnreadableModel(
-            file.path, f"{architecture}.attention.head_count must be at least 1, not {heads}"
-        )
+        raise UnreadableModel(file.path, f"{architecture}.attention.head_count must be at least 1, not {heads}")
     head_size = fields.integer("attention.key_length", hidden // heads)
     for key, wanted in (("attention.value_length", head_size), ("rope.dimension_count", head_size)):
         if fields.integer(key, wanted) != wanted:
-            raise UnsupportedModel(
-                file.path, f"{architecture}.{key} must be {wanted}, not {fields.integer(key)}"
-            )
+            raise UnsupportedModel(file.path, f"{architecture}.{key} must be {wanted}, not {fields.integer(key)}")
     gemma = architecture == "gemma3"
     rope = RopeConfig(
         fields.number("rope.freq_base", 1_000_000.0 if gemma else 10_000.0),
@@ -108,9 +98,7 @@ def _windows(fields: _Fields, layers: int) -> tuple[int, ...]:
 def _vocab_size(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UnsupportedModel(
-            file.path, "tensor 'model.embed_tokens.weight' ('token_embd.weight') is missing"
-        )
+        raise UnsupportedModel(file.path, "tensor 'model.embed_tokens.weight' ('token_embd.weight') is missing")
     return embedding.shape[0]
 
 

@@ -76,9 +76,7 @@ class GgufFile:
         found = [self._tensor_info() for _ in range(int(tensor_count))]
         alignment = self.fields.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise UnreadableModel(
-                self.path, f"general.alignment must be a positive number, not {alignment!r}"
-            )
+            raise UnreadableModel(self.path, f"general.alignment must be a positive number, not {alignment!r}")
         base = -(-self._at // alignment) * alignment
         for name, code, shape, offset in found:
             self.tensors[name] = self._place(name, code, shape, base + offset)
@@ -87,14 +85,10 @@ class GgufFile:
         try:
             kind = GGMLQuantizationType(code)
         except ValueError as error:
-            raise UnsupportedModel(
-                self.path, f"tensor {name!r} has the unknown block format {code}"
-            ) from error
+            raise UnsupportedModel(self.path, f"tensor {name!r} has the unknown block format {code}") from error
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
-            raise UnreadableModel(
-                self.path, f"tensor {name!r}: rows of {shape[-1]} are not whole {kind.name} blocks"
-            )
+            raise UnreadableModel(self.path, f"tensor {name!r}: rows of {shape[-1]} are not whole {kind.name} blocks")
         nbytes = math.prod(shape) // block * block_bytes
         if start + nbytes > len(self._data):
             raise UnreadableModel(
@@ -107,9 +101,7 @@ class GgufFile:
         name = self._string()
         dimensions = int(self._number("I"))
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise UnreadableModel(
-                self.path, f"tensor {name!r} has {dimensions} dimensions: the header is damaged"
-            )
+            raise UnreadableModel(self.path, f"tensor {name!r} has {dimensions} dimensions: the header is damaged")
         innermost_first = [int(self._number("Q")) for _ in range(dimensions)]
         return name, int(self._number("I")), tuple(reversed(innermost_first)), int(self._number("Q"))
 

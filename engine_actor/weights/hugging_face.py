@@ -52,9 +52,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         kind = self._where[name].get_slice(name).get_dtype()
         if kind not in _FLOATS:
-            raise UnsupportedModel(
-                self.path, f"tensor {name!r} holds {kind}, not one of {', '.join(_FLOATS)}"
-            )
+            raise UnsupportedModel(self.path, f"tensor {name!r} holds {kind}, not one of {', '.join(_FLOATS)}")
         value: torch.Tensor = self._where[name].get_tensor(name)
         if self.config.architecture == "gemma3" and name.endswith("norm.weight"):
             # These files hold the norm's weight minus one.

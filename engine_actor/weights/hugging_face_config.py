@@ -33,9 +33,7 @@ def read_config(folder: Path) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise UnsupportedModel(
-            str(folder), f"model_type {model_type!r} is not supported (supported: {known})"
-        )
+        raise UnsupportedModel(str(folder), f"model_type {model_type!r} is not supported (supported: {known})")
     # transformers takes seconds to import, and a GGUF file needs none of it.
     from transformers import AutoConfig
 
@@ -49,9 +47,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _translate(folder: Path, config: Any, model_type: str) -> ModelConfig:
     for name in _MUST_BE_OFF:
         if getattr(config, name, None):
-            raise UnsupportedModel(
-                str(folder), f"config.json: {name} = {getattr(config, name)!r} is not supported"
-            )
+            raise UnsupportedModel(str(folder), f"config.json: {name} = {getattr(config, name)!r} is not supported")
     gemma = model_type == "gemma3_text"
     activation = config.hidden_activation if gemma else config.hidden_act
     if activation not in _ACTIVATIONS:
@@ -105,9 +101,7 @@ def _rope(folder: Path, parameters: Mapping[str, Any], head_size: int) -> RopeCo
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         return RopeConfig(theta, llama3_divisors(head_size, theta, *(parameters[name] for name in names)))
-    raise UnsupportedModel(
-        str(folder), f"config.json: rope scaling {kind!r} is not supported (linear, llama3)"
-    )
+    raise UnsupportedModel(str(folder), f"config.json: rope scaling {kind!r} is not supported (linear, llama3)")
 
 
 def _end_tokens(folder: Path, config: Any) -> frozenset[int]:
