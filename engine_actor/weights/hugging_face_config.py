@@ -39,6 +39,9 @@ def read_config(folder: Path) -> ModelConfig:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library's own checks raise many types
+        raise UnsupportedModel(str(folder), f"config.json: {error}") from error
+    try:
         return _translate(folder, config, str(model_type))
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise UnsupportedModel(str(folder), f"config.json: {error}") from error

@@ -1,0 +1,77 @@
+"""A transformers Llama as a GGUF file, in the layout of the usual converters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from transformers import PreTrainedModel
+
+_MODULES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def _pairs_together(value: np.ndarray, heads: int) -> np.ndarray:
+    """Llama converters interleave the two halves of every rotated head."""
+    halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+    return halves.swapaxes(1, 2).reshape(value.shape)
+
+
+def write_llama(
+    path: Path,
+    model: PreTrainedModel,
+    kind: GGMLQuantizationType,
+    *,
+    architecture: str = "llama",
+    rope_divisors: np.ndarray | None = None,
+    leave_out: str = "",
+) -> Path:
+    """Matrices as `kind`, vectors as float32. `leave_out`: the stored name of a tensor that is not written."""
+    config = model.config
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_eos_token_id(5)
+    writer.add_eot_token_id(6)
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_divisors.astype(np.float32))
+    for name, parameter in model.named_parameters():
+        module, _, suffix = name.rpartition(".")
+        value = parameter.detach().numpy()
+        if module.endswith("self_attn.q_proj"):
+            value = _pairs_together(value, config.num_attention_heads)
+        if module.endswith("self_attn.k_proj"):
+            value = _pairs_together(value, config.num_key_value_heads)
+        if module in _OUTSIDE:
+            stored = f"{_OUTSIDE[module]}.{suffix}"
+        else:
+            _, _, layer, inner = module.split(".", 3)
+            stored = f"blk.{layer}.{_MODULES[inner]}.{suffix}"
+        if stored != leave_out:
+            tensor_kind = kind if value.ndim == 2 else GGMLQuantizationType.F32
+            writer.add_tensor(stored, quantize(value, tensor_kind), raw_dtype=tensor_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
