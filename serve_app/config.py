@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.options import Numerics
+from serve_app.ingress.settings import IngressSettings
 
 API_KEYS_VARIABLE = "MOORAGE_API_KEYS"
 
@@ -129,10 +130,10 @@ class AppArgs(BaseModel):
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
         description="Request header that names the session; case, and - or _, do not matter.",
     )
-    max_tokens: int | None = Field(
-        None, ge=1, description="The most tokens of one answer. Default: what the context leaves."
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="Longest answer where a request sets no limit. Default: what the context leaves."
     )
-    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Longest request body.")
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
 
     # Operations
     placement_timeout_seconds: float = Field(
@@ -230,6 +231,16 @@ class AppArgs(BaseModel):
             max_queued_turns=self.max_queued_turns,
             max_turns_per_session=self.max_turns_per_session,
             threads=self.resolved_threads(cores),
+        )
+
+    def ingress_settings(self, keys: tuple[SecretStr, ...], *, context_limit: int | None = None) -> IngressSettings:
+        return IngressSettings(
+            model_ids=(self.model_name(),),
+            context_limit=context_limit,
+            default_max_tokens=self.default_max_tokens,
+            api_keys=tuple(key.get_secret_value() for key in keys),
+            session_header=self.session_header,
+            max_body_bytes=self.max_body_bytes,
         )
 
 

@@ -73,9 +73,10 @@ class Margins:
 
 @dataclass(frozen=True, slots=True)
 class SpillPolicy:
-    """`known`: for conversations with a home; `newcomer`: for those that only rank places."""
+    """`resident`: for a turn whose conversation its home holds; `newcomer`: for one that would be computed
+    anew."""
 
-    known: Margins = Margins(16, 1.5)
+    resident: Margins = Margins(16, 1.5)
     newcomer: Margins = Margins(4, 1.5)
 
 
@@ -122,7 +123,7 @@ def place(
         reason = Reason.DETOUR
 
     policy = policy or SpillPolicy()
-    margins = policy.newcomer if reason is Reason.RENDEZVOUS else policy.known
+    margins = policy.resident if views[willing[0]].resident else policy.newcomer
     lightest = min(views[r].load for r in willing)
     if margins.overloaded(views[willing[0]].load, lightest):
         reason = Reason.SPILL
@@ -131,9 +132,7 @@ def place(
     return Placement((*willing, *unwilling), reason)
 
 
-def _from_home(
-    rank: list[str], views: dict[str, ReplicaView], table_home: str | None
-) -> tuple[list[str], Reason]:
+def _from_home(rank: list[str], views: dict[str, ReplicaView], table_home: str | None) -> tuple[list[str], Reason]:
     """Holders (the table's first), then the table's home, then the rest by rank."""
     holders = [r for r in rank if views[r].resident]
     holders.sort(key=lambda r: r != table_home)

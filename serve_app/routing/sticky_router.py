@@ -58,7 +58,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             raise ValueError(f"table_size must be an integer >= 1, not {table_size!r}")
         self._table_size = table_size
         self._policy = SpillPolicy(
-            known=Margins(spill_absolute, spill_relative),
+            resident=Margins(spill_absolute, spill_relative),
             newcomer=Margins(newcomer_spill_absolute, newcomer_spill_relative),
         )
 
@@ -67,8 +67,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         super().update_replicas(replicas)
         before = self._resident.keys()
         self._resident = {
-            replica.replica_id.unique_id: frozenset(_report(replica).get("sessions", ()))
-            for replica in replicas
+            replica.replica_id.unique_id: frozenset(_report(replica).get("sessions", ())) for replica in replicas
         }
         self._forget(before - self._resident.keys())
 

@@ -15,10 +15,7 @@ KEYS = st.one_of(st.none(), st.text(min_size=1, max_size=12))
 
 @st.composite
 def fleets(draw: st.DrawFn) -> list[ReplicaView]:
-    return [
-        ReplicaView(name, draw(st.integers(0, 60)), draw(st.booleans()), draw(st.booleans()))
-        for name in draw(IDS)
-    ]
+    return [ReplicaView(name, draw(st.integers(0, 60)), draw(st.booleans()), draw(st.booleans())) for name in draw(IDS)]
 
 
 def idle(*names: str, resident: str | None = None) -> list[ReplicaView]:
@@ -99,9 +96,7 @@ def test_residency_goes_before_the_table_and_the_table_before_rank() -> None:
 def test_of_several_holders_the_one_in_the_table_is_first_and_the_others_follow() -> None:
     top, second, third = by_rank("k", ["a", "b", "c"])
     views = [ReplicaView(top), ReplicaView(second, resident=True), ReplicaView(third, resident=True)]
-    assert place("k", views, request_id="r", table_home=third) == Placement(
-        (third, second, top), Reason.RESIDENT
-    )
+    assert place("k", views, request_id="r", table_home=third) == Placement((third, second, top), Reason.RESIDENT)
 
 
 def test_a_table_entry_of_a_replica_that_is_gone_is_ignored() -> None:
@@ -112,9 +107,7 @@ def test_a_table_entry_of_a_replica_that_is_gone_is_ignored() -> None:
     ("home_load", "other_load", "spills"),
     [(16, 0, False), (17, 0, True), (40, 30, False), (60, 40, False), (61, 40, True)],
 )
-def test_a_resident_session_spills_only_past_both_margins(
-    home_load: int, other_load: int, spills: bool
-) -> None:
+def test_a_resident_session_spills_only_past_both_margins(home_load: int, other_load: int, spills: bool) -> None:
     views = [ReplicaView("home", home_load, resident=True), ReplicaView("other", other_load)]
     expected = ("other", Reason.SPILL) if spills else ("home", Reason.RESIDENT)
     assert first("k", views) == expected
@@ -123,6 +116,7 @@ def test_a_resident_session_spills_only_past_both_margins(
 def test_a_newcomer_spills_sooner_than_a_resident() -> None:
     top, second = by_rank("k", ["a", "b"])
     assert first("k", [ReplicaView(top, 5), ReplicaView(second, 0)]) == (second, Reason.SPILL)
+    assert first("k", [ReplicaView(top, 5), ReplicaView(second, 0)], table_home=top) == (second, Reason.SPILL)
     assert first("k", [ReplicaView(top, 5, resident=True), ReplicaView(second, 0)]) == (top, Reason.RESIDENT)
 
 
@@ -158,5 +152,5 @@ def test_margins_that_make_no_sense_are_refused(absolute: int, relative: float) 
 
 def test_wider_margins_keep_a_session_at_home() -> None:
     views = [ReplicaView("home", 30, resident=True), ReplicaView("other", 0)]
-    patient = SpillPolicy(known=Margins(100, 1.5))
+    patient = SpillPolicy(resident=Margins(100, 1.5))
     assert place("k", views, request_id="r", policy=patient).ranked[0] == "home"

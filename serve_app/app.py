@@ -1,0 +1,82 @@
+"""`build`: from AppArgs to a Serve application.
+
+serve run serve_app.app:build model=smollm2 replicas=2
+serve deploy cluster_configs/serve.yaml
+moorage serve --model smollm2 --replicas 2
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from serve_app.config import AppArgs
+from serve_app.deployments import Ingress
+
+# Names of the deployments, as `serve status` and config files show them.
+ENGINES = "EngineDeployment"
+FRONT_DOOR = "Ingress"
+# Requests queue in the engine, which knows tokens and sessions; Serve's own limits count calls and must not
+# bind.
+UNLIMITED = 100_000
+# A constructor fails for reasons that do not pass: a wrong path, too little memory. Say so after the second
+# try.
+CONSTRUCTOR_TRIES = 2
+ROUTER = "serve_app.routing.sticky_router.StickyRouter"
+
+
+def build(args: AppArgs) -> Application:
+    """Raises ValueError if a key cannot be read. Runs on a node of the cluster (`serve deploy`) or in the
+    driver."""
+    keys = args.load_api_keys()
+    cores = os.cpu_count() or 1
+    gpus = args.resolved_gpus(ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0)
+    threads = str(args.resolved_threads(cores))
+    # Read when the math libraries are loaded, so it must be there before the process starts. Passive: threads
+    # that spin between operations take the cores of the other replicas.
+    math = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    common: dict[str, Any] = {
+        "max_ongoing_requests": UNLIMITED,
+        "health_check_period_s": args.health_check_period_seconds,
+        "graceful_shutdown_timeout_s": args.graceful_shutdown_timeout_seconds,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "max_constructor_retry_count": CONSTRUCTOR_TRIES,
+    }
+    engines = (
+        serve.deployment(engine)
+        .options(
+            **common,
+            name=ENGINES,
+            num_replicas=args.replicas,
+            ray_actor_options={
+                "num_cpus": args.resolved_cpus(cores),
+                "num_gpus": gpus,
+                "runtime_env": {"env_vars": math},
+            },
+            request_router_config=RequestRouterConfig(
+                request_router_class=ROUTER,
+                request_routing_stats_period_s=args.routing_stats_period_seconds,
+                request_routing_stats_timeout_s=5.0,
+            ),
+        )
+        .bind(args.actor_options(cores=cores, on_gpu=gpus > 0))
+    )
+    application: Application = (
+        serve.deployment(serve.ingress()(Ingress))
+        .options(
+            **common,
+            name=FRONT_DOOR,
+            num_replicas=args.ingress_replicas,
+            ray_actor_options={
+                "num_cpus": args.cpus_per_ingress,
+                "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
+            },
+        )
+        .bind(args, keys, engines)
+    )
+    return application

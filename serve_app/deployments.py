@@ -1,0 +1,108 @@
+"""The classes of the two Serve deployments: engines, and the front door before them.
+
+    client -> Serve proxy -> Ingress (HTTP, text) -> handle with StickyRouter -> EngineDeployment (one engine)
+
+`EngineActor` and the ASGI app know no Ray; what is Ray's is here. Both classes start their work on the event
+loop that Serve runs user code on, which must never block: models load in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from pydantic import SecretStr
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.handle import DeploymentHandle
+
+from engine_actor.actor_options import ActorOptions
+from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
+from serve_app.config import AppArgs
+from serve_app.handle_client import HandleEngineClient
+from serve_app.ingress.app import create_app
+from serve_app.local_ports import require_key_beyond_loopback
+from serve_app.model_store import resolve_model
+from serve_app.text.prompts import PromptBuilder
+from serve_app.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from engine_actor.actor import EngineActor
+
+
+class EngineDeployment:
+    """One engine and its model. Everything but `stream_turn` answers at once."""
+
+    async def __init__(self, options: ActorOptions) -> None:  # type: ignore[misc]  # Serve awaits it
+        # Here, because it loads torch, which neither the driver nor an ingress needs.
+        from engine_actor.actor import EngineActor
+
+        self._replica: str = serve.get_replica_context().replica_id.unique_id
+        path = await asyncio.to_thread(resolve_model, options.model)
+        self._actor: EngineActor = EngineActor(replace(options, model=str(path)), self._replica)
+        await self._actor.start()
+
+    async def stream_turn(
+        self, request: TurnRequest, avoid: tuple[str, ...] = ()
+    ) -> AsyncGenerator[str | TurnDelta, None]:
+        """This replica's id, then the deltas of the turn. `avoid` is for the router alone."""
+        yield self._replica
+        async with aclosing(self._actor.stream_turn(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def sessions(self, owner: str | None) -> list[SessionInfo]:
+        return await self._actor.sessions(owner)
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        return await self._actor.close_session(owner, session_id)
+
+    async def accepting(self) -> bool:
+        return bool(self._actor.routing_stats()["accepting"])
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for an operator: replica, model, context_length (tokens), and all counters as `stats`."""
+        return {
+            "replica": self._replica,
+            "model": self._actor.model_info,
+            "context_length": self._actor.context_length,
+            "stats": self._actor.stats(),
+        }
+
+    def check_health(self) -> None:
+        self._actor.check_health()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        return self._actor.routing_stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._actor.autoscaling_stats()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica stops, after its turns have ended or their time has run out."""
+        actor = getattr(self, "_actor", None)  # absent if the constructor failed
+        if actor is not None:
+            await actor.stop()
+
+
+class Ingress:
+    """The OpenAI-compatible API. Holds the tokenizer and no model."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, args: AppArgs, keys: tuple[SecretStr, ...], engines: DeploymentHandle
+    ) -> None:
+        # A config file binds 0.0.0.0 unless it says otherwise, so the rule of the command line holds here
+        # too.
+        require_key_beyond_loopback(_get_global_client().http_config.host, has_keys=bool(keys))
+        path = await asyncio.to_thread(resolve_model, args.model)
+        self._prompts = await asyncio.to_thread(lambda: PromptBuilder(load_tokenizer(path)))
+        self._settings = args.ingress_settings(keys)
+        self._client = HandleEngineClient(engines, placement_timeout=args.placement_timeout_seconds)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this when the constructor is done."""
+        return create_app(self._settings, self._client, self._prompts)
