@@ -22,6 +22,7 @@ class ActorOptions:
     session_ttl_seconds   a conversation idle for longer is dropped from memory; 0: never
     max_queued_turns      turns that wait for the engine; more are refused with QUEUE_FULL
     max_turns_per_session turns of one session, the running one included; more are refused with SESSION_BUSY
+    max_step_seconds      a step that takes longer means that the engine hangs: the health check fails
     threads               of the math libraries; 0: all cores of this machine
     """
 
@@ -40,6 +41,7 @@ class ActorOptions:
     session_ttl_seconds: float = 3600.0
     max_queued_turns: int = 256
     max_turns_per_session: int = 8
+    max_step_seconds: float = 120.0
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class ActorOptions:
         if self.backend != "torch":
             raise InvalidOption("backend", self.backend, "'torch'")
         require_number("kv_memory", self.kv_memory, 1e-6, 2.0**50)
+        require_number("max_step_seconds", self.max_step_seconds, 1.0, 1e6)
         require_number("session_ttl_seconds", self.session_ttl_seconds, 0.0, 1e9)
         for name in ("max_sessions", "max_queued_turns", "max_turns_per_session"):
             require_integer(name, getattr(self, name), 1)

@@ -71,6 +71,21 @@ class Engine:
     def get_request(self, request_id: int) -> Request | None:
         return self._lifecycle.get(request_id)
 
+    @property
+    def fatal_error(self) -> EngineUnhealthy | None:
+        """The error that stopped this engine; every later `run` raises it."""
+        return self._lifecycle.fatal
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that a step could take now: free ones, and those that only the prefix index holds."""
+        return self._cache.available
+
+    def blocks_of(self, request: Request) -> int:
+        """Blocks in a request's table, shared ones included."""
+        table = self._cache.table(request.id)
+        return 0 if table is None else table.count
+
     def create_event_buffer(self, capacity: int) -> EventBuffer:
         return EventBuffer(self, capacity)
 
@@ -189,7 +204,7 @@ class Engine:
             return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
         return StepOutcome.COMMITTED
 
-    # -- when a step does not commit ------------------------------------------------------------------------------------
+    # -- when a step does not commit ---------------------------------------------------------------------------------
 
     def _abort(self, step: StepTransaction, cause: Exception, decoded: bool) -> StepOutcome:
         """Rolls a step back. What comes next depends on the cause: try again, wait for memory, or stop."""

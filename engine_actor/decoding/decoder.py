@@ -61,7 +61,7 @@ class PackedStep:
     position_ids                 int64 [tokens]   past_sequence_lengths[row] + offset in the row
     cumulative_sequence_lengths  [rows + 1]       starts with 0; row i is [c[i], c[i+1])
     past_sequence_lengths        [rows]           committed KV positions of each row
-    block_table                  [rows, columns]  physical blocks in order of position, padded with -1 on the right (F134)
+    block_table                  [rows, columns]  physical blocks by position, padded with -1 on the right (F134)
     attention_metadata           [3]              max query length, upper and lower bound of the longest KV (F237)
     logits_rows                  int64 [wanted]   packed token indices whose logits are returned, in this order
     block_copies                 (source, destination) pairs, copied in all layers before anything else of this step

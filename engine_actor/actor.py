@@ -1,0 +1,317 @@
+"""EngineActor: one engine on one owner thread, behind an asyncio interface. It knows nothing of Ray.
+
+event loop                                owner thread (the only one that touches the engine)
+stream_turn --- submit ------------->     commands, before each step
+            <-- deltas of a step -----    one call_soon_threadsafe a round
+aclose      --- cancel ------------->     no row is spent on the turn from here on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine_actor.actor_options import ActorOptions
+from engine_actor.decoding.load import LoadedDecoder, load_decoder
+from engine_actor.engine import Engine
+from engine_actor.errors import EngineUnhealthy
+from engine_actor.memory.sizing import PoolSize, size_pool
+from engine_actor.options import EngineConfig
+from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Snapshot, Turn
+from engine_actor.sessions import Detokenize, SessionTable
+from engine_actor.turns import (
+    RefusalCode,
+    SessionInfo,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+    TurnTokens,
+    session_key,
+)
+
+logger = logging.getLogger("moorage.engine")
+
+Progress = Callable[[int, int], None]
+DecoderFactory = Callable[[ActorOptions, Progress | None], LoadedDecoder]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What start-up found out, for the log and for whoever waits for it."""
+
+    model: str
+    dtype: str
+    pool: PoolSize
+    context_length: int
+    load_seconds: float
+
+    def __str__(self) -> str:
+        pool = self.pool
+        text = (
+            f"{self.model} ({self.dtype}) loaded in {self.load_seconds:.1f} s; KV cache: {pool.num_blocks} blocks of "
+            f"{pool.block_size} = {pool.tokens} tokens, {pool.bytes / 2**20:.0f} MiB"
+        )
+        if pool.limited_by_pool:
+            text += (
+                f"; the pool is smaller than the context of {self.context_length}: the longest prompt that fits "
+                f"is {pool.max_length - 1} tokens (give it more with kv_memory)"
+            )
+        return text
+
+
+class Mailbox:
+    """Deltas of one turn, on the event loop. A reader that is behind finds the tokens of several steps as one."""
+
+    def __init__(self) -> None:
+        self._deltas: deque[TurnDelta] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, deltas: list[TurnDelta]) -> None:
+        for delta in deltas:
+            last = self._deltas[-1] if self._deltas else None
+            if isinstance(delta, TurnTokens) and isinstance(last, TurnTokens):
+                self._deltas[-1] = TurnTokens(last.token_ids + delta.token_ids)
+            else:
+                self._deltas.append(delta)
+        self._arrived.set()
+
+    async def get(self) -> TurnDelta:
+        while not self._deltas:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._deltas.popleft()
+
+
+class EngineActor:
+    """Make it, `await start()` on the loop that will call it, and `await stop()` in the end."""
+
+    def __init__(
+        self,
+        options: ActorOptions,
+        replica: str,
+        detokenize: Detokenize | None = None,
+        decoder_factory: DecoderFactory = load_decoder,
+    ) -> None:
+        self.options = options
+        self.replica = replica
+        self._detokenize = detokenize
+        self._decoder_factory = decoder_factory
+        self._accepting = False
+        self._owner: OwnerLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self, progress: Progress | None = None) -> StartReport:
+        """Loads the model and starts the owner thread. Raises what loading or sizing raised."""
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[StartReport] = self._loop.create_future()
+        self._thread = threading.Thread(
+            target=self._own, args=(started, progress), name=f"engine-owner-{self.replica}", daemon=True
+        )
+        self._thread.start()
+        report = await started
+        self._accepting = True
+        logger.info("%s: %s", self.replica, report)
+        return report
+
+    def _own(self, started: asyncio.Future[StartReport], progress: Progress | None) -> None:
+        """The owner thread: makes the engine, since an engine belongs to the thread that made it, and drives it."""
+        assert self._loop is not None
+        try:
+            owner, report = self._build(progress)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(_set_exception, started, error)
+            return
+        self._owner = owner
+        self._loop.call_soon_threadsafe(_set_result, started, report)
+        owner.run()
+
+    def _build(self, progress: Progress | None) -> tuple[OwnerLoop, StartReport]:
+        begun = time.perf_counter()
+        options = self.options
+        loaded = self._decoder_factory(options, progress)
+        manifest = loaded.decoder.manifest
+        context = min(manifest.context_length, options.max_model_len or manifest.context_length)
+        residents = options.max_sessions + options.max_batch_size
+        block_bytes = manifest.paged.block_bytes(options.block_size)
+        pool = size_pool(options.kv_memory, loaded.free_bytes, options.block_size, block_bytes, context, residents)
+        config = EngineConfig(
+            num_blocks=pool.num_blocks,
+            block_size=options.block_size,
+            max_batch_size=options.max_batch_size,
+            max_residents=residents,
+            max_scheduled_tokens=options.max_scheduled_tokens,
+            chunk_size=options.chunk_size,
+            max_length=pool.max_length,
+            numerics=options.numerics,
+        )
+        engine = Engine(loaded.decoder, config)
+        sessions = SessionTable(
+            engine, self.replica, options.max_sessions, options.session_ttl_seconds, self._detokenize
+        )
+        limits = OwnerLimits(options.max_queued_turns, options.max_turns_per_session)
+        owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe)
+        return owner, StartReport(options.model, options.dtype, pool, context, time.perf_counter() - begun)
+
+    async def drain(self) -> None:
+        """Refuses new turns and returns when the open ones have ended."""
+        self._accepting = False
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Ends open turns and the owner thread."""
+        self._accepting = False
+        if self._owner is not None:
+            self._owner.stop()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    async def stream_turn(self, request: TurnRequest) -> AsyncIterator[TurnDelta]:
+        """The deltas of one turn. Closing the iterator is the only way to cancel it."""
+        mailbox = Mailbox()
+        turn = Turn(request, mailbox.put)
+        owner = self._owner
+        if not self._accepting or owner is None or not owner.post(lambda: owner.submit(turn)):
+            yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=1.0)
+            return
+        self._count_open(1)
+        ended = False
+        try:
+            while not ended:
+                delta = await mailbox.get()
+                ended = isinstance(delta, TurnEnded | TurnRefused)
+                yield delta
+        finally:
+            self._count_open(-1)
+            if not ended:
+                owner.post(lambda: owner.cancel(turn))
+
+    def _count_open(self, change: int) -> None:
+        self._open += change
+        if self._open:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _deliver_threadsafe(self, delivery: Delivery) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_deliver, delivery)
+        except RuntimeError:
+            logger.info("%s: the event loop is closed, %d deliveries dropped", self.replica, len(delivery))
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        """Drops a session and all it holds; False if it is not known here."""
+        key = session_key(owner, session_id)
+        return await self._on_owner(lambda loop: loop.close_session(key))
+
+    async def sessions(self, owner: str | None = None) -> list[SessionInfo]:
+        """Resident sessions of one owner, or of all."""
+        return await self._on_owner(lambda loop: loop.sessions.infos(owner))
+
+    async def stats(self) -> dict[str, float]:
+        """Counters since the start, and the memory and requests of this moment."""
+        stats = await self._on_owner(
+            lambda loop: {**loop.engine.stats(), "sessions": len(loop.sessions.resident_keys())}
+        )
+        return {name: float(value) for name, value in stats.items()}
+
+    def routing_stats(self) -> dict[str, object]:
+        """What routers need: resident sessions by key, load in turns, free blocks, and whether turns are taken.
+        Read from the owner's last snapshot, so it never waits for a step."""
+        snapshot = self._snapshot()
+        return {
+            "sessions": list(snapshot.sessions),
+            "load": snapshot.running + snapshot.waiting,
+            "free_blocks": snapshot.free_blocks,
+            "accepting": self._accepting and self._healthy(),
+        }
+
+    def autoscaling_stats(self) -> dict[str, float]:
+        """What limits an engine: rows, waiting turns, and the share of blocks that are taken."""
+        snapshot = self._snapshot()
+        return {
+            "running_turns": float(snapshot.running),
+            "waiting_turns": float(snapshot.waiting),
+            "block_pressure": 1.0 - snapshot.free_blocks / snapshot.usable_blocks,
+        }
+
+    def _snapshot(self) -> Snapshot:
+        return self._owner.heartbeat.snapshot if self._owner is not None else Snapshot()
+
+    def _healthy(self) -> bool:
+        return self._owner is not None and self._owner.heartbeat.failure is None
+
+    async def check_integrity(self) -> None:
+        """Raises ContractViolation if any part of the engine's state contradicts another."""
+        await self._on_owner(lambda loop: loop.engine.check_integrity())
+
+    def check_health(self) -> None:
+        """Raises EngineUnhealthy if the owner thread is gone, has failed, or has not come round for too long."""
+        if self._owner is None or self._thread is None:
+            raise EngineUnhealthy("the engine has not started")
+        heartbeat = self._owner.heartbeat
+        if heartbeat.failure is not None:
+            raise EngineUnhealthy(f"the engine stopped: {heartbeat.failure}")
+        if not self._thread.is_alive():
+            raise EngineUnhealthy("the owner thread has ended")
+        age = time.monotonic() - heartbeat.last_round
+        if age > self.options.max_step_seconds:
+            raise EngineUnhealthy(f"no step and no idle tick for {age:.0f} s")
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence, answer included."""
+        assert self._owner is not None
+        return self._owner.engine.max_length
+
+    async def _on_owner(self, command: Callable[[OwnerLoop], T]) -> T:
+        """The result of a call on the owner thread, between two steps."""
+        owner = self._owner
+        if owner is None:
+            raise EngineUnhealthy("the engine has not started")
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(command(owner))
+                except Exception as error:
+                    result.set_exception(error)
+
+        if not owner.post(run):
+            raise EngineUnhealthy("the engine is stopping")
+        return await asyncio.wrap_future(result)
+
+
+def _deliver(delivery: Delivery) -> None:
+    for turn, deltas in delivery:
+        turn.receive(deltas)
+
+
+def _set_result(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

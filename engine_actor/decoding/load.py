@@ -1,0 +1,36 @@
+"""From options to a decoder in memory, with the free memory that its pools may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine_actor.actor_options import ActorOptions
+from engine_actor.decoding.decoder import Decoder
+from engine_actor.decoding.torch_decoder import TorchDecoder
+from engine_actor.free_memory import free_host_bytes
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDecoder:
+    decoder: Decoder
+    free_bytes: int
+
+
+def load_decoder(options: ActorOptions, progress: Progress | None = None) -> LoadedDecoder:
+    """Loads weights and sets the thread count of the math library for this process.
+
+    progress(done, total) is called as tensors arrive. Raises UnsupportedModel for a checkpoint that cannot be served.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    decoder = TorchDecoder.load(options.model, dtype=options.dtype, device=options.device, progress=progress)
+    if decoder.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(decoder.device)
+    else:
+        free_bytes = free_host_bytes()
+    return LoadedDecoder(decoder, free_bytes)

@@ -1,0 +1,326 @@
+"""The owner thread's side of an EngineActor: commands in, one engine transaction, a step's deltas out.
+
+Everything here but `post` and `stop` runs on one thread, the owner of the engine. It reaches the event loop through
+`deliver`, once a round. Whenever nothing can move it sleeps on the command condition, and wakes once a second to show
+that it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine_actor.engine import Engine
+from engine_actor.errors import ContextLengthExceeded, EngineError
+from engine_actor.events import EngineEvent, EventFlags
+from engine_actor.outcomes import StepOutcome
+from engine_actor.request import FinishReason
+from engine_actor.sessions import BegunTurn, Conversation, SessionTable
+from engine_actor.turns import (
+    EndReason,
+    RefusalCode,
+    TurnAccepted,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+    TurnTokens,
+)
+
+logger = logging.getLogger("moorage.engine")
+
+IDLE_TICK_SECONDS = 1.0
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.01, 1.0
+MAX_EVENTS = 4096
+SNAPSHOT_SECONDS = 0.1
+
+_LENGTH = (FinishReason.MAX_GENERATED_TOKENS, FinishReason.MAX_SESSION_TOKENS)
+_STOP = (FinishReason.EOS, FinishReason.STOP_SEQUENCE)
+_ROLLED_BACK = (StepOutcome.RETRYABLE_BATCH_ABORT, StepOutcome.EXECUTION_CAPACITY_EXCEEDED)
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One call of `stream_turn`, from the owner's side. `receive` takes its deltas on the event loop."""
+
+    request: TurnRequest
+    receive: Callable[[list[TurnDelta]], None]
+    conversation: Conversation | None = None
+    begun: BegunTurn | None = None
+    over: bool = False
+
+
+Delivery = list[tuple[Turn, list[TurnDelta]]]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    max_queued_turns: int
+    max_turns_per_session: int
+    retry_after: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What routers and autoscalers want to know, as of the last rounds."""
+
+    sessions: tuple[str, ...] = ()
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    usable_blocks: int = 1
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """Written by the owner thread, read by others without asking it: its last round, the failure that ended it, and
+    a snapshot that is at most SNAPSHOT_SECONDS older than the last round."""
+
+    last_round: float = field(default_factory=time.monotonic)
+    failure: BaseException | None = None
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    snapshot_taken: float = 0.0
+
+
+class OwnerLoop:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: SessionTable,
+        replica: str,
+        limits: OwnerLimits,
+        deliver: Callable[[Delivery], None],
+    ) -> None:
+        self.engine = engine
+        self.sessions = sessions
+        self.heartbeat = Heartbeat()
+        self._replica = replica
+        self._limits = limits
+        self._deliver = deliver
+        self._commands: deque[Callable[[], None]] = deque()
+        self._condition = threading.Condition()
+        self._stopping = False
+        self._running: dict[int, Turn] = {}  # by engine request
+        self._outbox: dict[Turn, list[TurnDelta]] = {}
+        self._retry_seconds = 0.0
+        self._last_transaction = 0
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def post(self, command: Callable[[], None]) -> bool:
+        """Runs `command` on the owner thread, before its next step; False if the thread is stopping."""
+        with self._condition:
+            if self._stopping:
+                return False
+            self._commands.append(command)
+            self._condition.notify()
+            return True
+
+    def stop(self) -> None:
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until `stop`. If the engine fails, every open turn ends with the reason and later ones are refused."""
+        pause = 0.0
+        while self._take_commands(pause):
+            self.heartbeat.last_round = time.monotonic()
+            try:
+                pause = IDLE_TICK_SECONDS if self.heartbeat.failure else self._round()
+            except BaseException as failure:
+                logger.exception("the engine of %s stopped", self._replica)
+                self.heartbeat.failure = failure
+                self._end_all(f"the engine stopped: {failure}")
+            self._flush()
+            self._take_snapshot(now=pause > 0)
+        self._end_all("the replica is shutting down")
+        self._flush()
+
+    def _take_commands(self, pause: float) -> bool:
+        with self._condition:
+            if pause and not self._commands and not self._stopping:
+                self._condition.wait(pause)
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        return not self._stopping
+
+    def _round(self) -> float:
+        """One transaction, if there is work. Returns how long to sleep before the next one, unless a command comes."""
+        if self.engine.fatal_error is not None:
+            raise self.engine.fatal_error
+        if not self.engine.has_pending_requests():
+            self.sessions.expire()
+            return IDLE_TICK_SECONDS
+        self._collect(self.engine.run(MAX_EVENTS))
+        report = self.engine.last_report
+        if report.transaction_id == self._last_transaction:
+            return 0.0  # older events were drained, and no step was made
+        self._last_transaction = report.transaction_id
+        evicted = self.sessions.relieve(report.deferrals)
+        if report.outcome in _ROLLED_BACK:
+            doubled = max(FIRST_RETRY_SECONDS, 2 * self._retry_seconds)
+            self._retry_seconds = min(doubled, LONGEST_RETRY_SECONDS)
+        else:
+            self._retry_seconds = 0.0
+        blocked = report.outcome is StepOutcome.CAPACITY_DEFERRED and not evicted
+        return IDLE_TICK_SECONDS if blocked else self._retry_seconds
+
+    def _take_snapshot(self, now: bool) -> None:
+        beat = self.heartbeat
+        if not now and beat.last_round - beat.snapshot_taken < SNAPSHOT_SECONDS:
+            return
+        stats = self.engine.stats()
+        beat.snapshot = Snapshot(
+            tuple(self.sessions.resident_keys()),
+            stats["running"],
+            stats["waiting"] + self.sessions.waiting_turns(),
+            self.engine.available_blocks,
+            stats["blocks_usable"],
+        )
+        beat.snapshot_taken = beat.last_round
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def submit(self, turn: Turn) -> None:
+        """Begins a turn, or lets it wait for the earlier turns of its session, or refuses it."""
+        if self.heartbeat.failure is not None:
+            self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {self.heartbeat.failure}")
+            return
+        waiting = self.engine.stats()["waiting"] + self.sessions.waiting_turns()
+        if waiting >= self._limits.max_queued_turns:
+            self._refuse(turn, RefusalCode.QUEUE_FULL, f"{waiting} turns are waiting already")
+            return
+        conversation = turn.conversation = self.sessions.open(turn.request)
+        if conversation is not None and conversation.running:
+            if len(conversation.waiting) + 1 >= self._limits.max_turns_per_session:
+                text = f"{len(conversation.waiting) + 1} turns of this session run or wait already"
+                self._refuse(turn, RefusalCode.SESSION_BUSY, text)
+            else:
+                conversation.waiting.append(turn)
+            return
+        self._begin(turn)
+
+    def cancel(self, turn: Turn) -> None:
+        """The caller has gone: no further row is spent on the turn. Committed tokens of a session stay."""
+        if turn.over:
+            return
+        turn.over = True
+        if turn.begun is None:
+            assert turn.conversation is not None
+            turn.conversation.waiting.remove(turn)
+        elif turn.conversation is None:
+            del self._running[turn.begun.request.id]
+            turn.begun.request.close()
+        else:
+            # Its terminal event is drained in the next round, which then starts the next turn of the session.
+            turn.begun.request.cancel_turn(turn.begun.turn_id)
+
+    def close_session(self, key: str) -> bool:
+        """Drops a session. Its running turn ends as failed; turns that wait start anew, without its history."""
+        conversation = self.sessions.close(key)
+        if conversation is None:
+            return False
+        for request_id, turn in list(self._running.items()):
+            if turn.conversation is conversation:
+                del self._running[request_id]
+                self._end(turn, EndReason.FAILED, 0, "the session was deleted")
+        for waiting in conversation.waiting:
+            assert isinstance(waiting, Turn)
+            self.submit(waiting)
+        return True
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, turn: Turn) -> None:
+        try:
+            turn.begun = self.sessions.begin(turn.request, turn.conversation)
+        except ContextLengthExceeded as error:
+            length = error.current + error.added
+            self._refuse(turn, RefusalCode.CONTEXT_LENGTH, str(error), length, error.limit)
+        except EngineError as error:
+            self._refuse(turn, RefusalCode.INVALID, str(error))
+        else:
+            self._running[turn.begun.request.id] = turn
+            self._send(turn, TurnAccepted(self._replica, turn.begun.prompt_tokens, turn.begun.cached_tokens))
+            return
+        if turn.conversation is not None:
+            self.sessions.forget_if_empty(turn.conversation)
+            self._begin_next(turn.conversation)
+
+    def _begin_next(self, conversation: Conversation) -> None:
+        if conversation.waiting:
+            turn = conversation.waiting.popleft()
+            assert isinstance(turn, Turn)
+            self._begin(turn)
+
+    def _collect(self, events: Sequence[EngineEvent]) -> None:
+        """Sorts a step's events by turn: tokens of one turn leave as one delta."""
+        tokens: dict[Turn, list[int]] = {}
+        for event in events:
+            if event.record is None:
+                logger.warning("%s", event.message)
+                continue
+            turn = self._running.get(event.record.id)
+            if turn is None:
+                continue
+            if event.token is not None:
+                tokens.setdefault(turn, []).append(event.token)
+            if event.flags & EventFlags.TURN_FINISHED:
+                if turn in tokens:
+                    self._send(turn, TurnTokens(tuple(tokens.pop(turn))))
+                self._finish(turn, event)
+        for turn, ids in tokens.items():
+            self._send(turn, TurnTokens(tuple(ids)))
+
+    def _finish(self, turn: Turn, event: EngineEvent) -> None:
+        assert turn.begun is not None and event.usage is not None
+        del self._running[turn.begun.request.id]
+        reason = EndReason.FAILED
+        if event.finish_reason in _STOP:
+            reason = EndReason.STOP
+        elif event.finish_reason in _LENGTH:
+            reason = EndReason.LENGTH
+        self._end(turn, reason, event.usage.generated_tokens, event.message, event.usage.cached_tokens)
+        if turn.conversation is None:
+            turn.begun.request.close()
+        else:
+            self.sessions.ended(turn.conversation)
+            self._begin_next(turn.conversation)
+
+    def _end(self, turn: Turn, reason: EndReason, generated: int, message: str, cached: int = 0) -> None:
+        assert turn.begun is not None
+        self._send(turn, TurnEnded(reason, turn.begun.prompt_tokens, cached, generated, message))
+        turn.over = True
+
+    def _refuse(self, turn: Turn, code: RefusalCode, message: str, prompt_tokens: int = 0, limit: int = 0) -> None:
+        temporary = code not in (RefusalCode.CONTEXT_LENGTH, RefusalCode.INVALID)
+        retry_after = self._limits.retry_after if temporary else 0.0
+        self._send(turn, TurnRefused(code, message, prompt_tokens, limit, retry_after))
+        turn.over = True
+
+    def _end_all(self, message: str) -> None:
+        for turn in self._running.values():
+            self._end(turn, EndReason.FAILED, 0, message)
+        self._running.clear()
+        for waiting in self.sessions.take_waiting():
+            assert isinstance(waiting, Turn)
+            self._refuse(waiting, RefusalCode.UNAVAILABLE, message)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def _send(self, turn: Turn, delta: TurnDelta) -> None:
+        if not turn.over:
+            self._outbox.setdefault(turn, []).append(delta)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            self._deliver(list(outbox.items()))

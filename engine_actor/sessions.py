@@ -1,0 +1,288 @@
+"""Which conversation is resident, and what of it a new turn can use. Runs on the owner thread.
+
+A new turn comes as the whole rendered prompt. What is resident is kept as far as both agree:
+
+    resident   [ common ][ differs ]
+    prompt     [ common ][ rest ...]        at least one token is left to compute
+                         ^ rewind to here, begin the turn with the rest
+
+History that this server generated may come back as text whose tokens differ from those it generated. A span whose text
+has the digest of a generated answer is therefore replaced by the answer's own tokens before the two are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine_actor.engine import Engine
+from engine_actor.errors import ContextLengthExceeded
+from engine_actor.options import RequestOptions, TurnOptions
+from engine_actor.outcomes import Deferral
+from engine_actor.request import Request, RequestStatus
+from engine_actor.turns import SessionInfo, TurnRequest, session_key
+
+Detokenize = Callable[[Sequence[int]], str]
+
+REMEMBERED_PER_SESSION = 4  # evicted conversations whose tokens are remembered, as a multiple of max_sessions
+
+
+@dataclass(slots=True)
+class Answer:
+    """Tokens [start, end) of a conversation were generated here; the digest of their text is computed when needed."""
+
+    start: int
+    end: int
+    digest: bytes | None = None
+
+
+@dataclass(slots=True)
+class Conversation:
+    """`request` is None once its memory was evicted; `tokens` then keeps the sequence. `waiting` holds the turns that
+    follow the running one; they are the owner loop's."""
+
+    key: str
+    owner: str
+    session_id: str
+    last_used: float
+    request: Request | None = None
+    tokens: list[int] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    running: bool = False
+    waiting: deque[object] = field(default_factory=deque)
+
+    def sequence(self) -> list[int]:
+        return self.request.tokens if self.request is not None else self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    request: Request
+    turn_id: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix, compared in slices, since both are long and mostly equal."""
+    limit, step, at = min(len(a), len(b)), 512, 0
+    while at < limit and a[at : at + step] == b[at : at + step]:
+        at += step
+    at = min(at, limit)
+    while at < limit and a[at] == b[at]:
+        at += 1
+    return at
+
+
+class SessionTable:
+    """Conversations in order of last use, oldest first. At most `max_sessions` of them own memory."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        replica: str,
+        max_sessions: int,
+        ttl_seconds: float,
+        detokenize: Detokenize | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._max_sessions = max_sessions
+        self._ttl = ttl_seconds
+        self._detokenize = detokenize
+        self._clock = clock
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def open(self, turn: TurnRequest) -> Conversation | None:
+        """The conversation of a turn, made if need be; None for an anonymous turn."""
+        if turn.session_id is None:
+            return None
+        key = session_key(turn.owner, turn.session_id)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = Conversation(key, turn.owner, turn.session_id, self._clock())
+            self._conversations[key] = conversation
+            self._forget_surplus()
+        self._conversations.move_to_end(key)
+        conversation.last_used = self._clock()
+        return conversation
+
+    def begin(self, turn: TurnRequest, conversation: Conversation | None) -> BegunTurn:
+        """Begins a turn in the engine. Raises ContextLengthExceeded or InvalidOption; the conversation is then as it
+        was, except that memory which the new prompt could not have used may be gone."""
+        options = TurnOptions(
+            turn.max_generated_tokens, turn.sampling, turn.stop_token_ids, turn.ignore_eos, turn.priority
+        )
+        if conversation is None:
+            request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
+            return self._start(request, list(turn.prompt_ids), 0, options)
+        prompt = self._with_own_tokens(turn, conversation)
+        if len(prompt) >= self._engine.max_length:
+            raise ContextLengthExceeded(0, len(prompt), self._engine.max_length)
+        agreed = common_prefix(conversation.sequence(), prompt)
+        resident, keep = conversation.request, 0
+        if resident is not None:
+            keep = min(agreed, len(prompt) - 1)
+            resident.rewind(keep)
+        else:
+            self._make_place()
+            resident = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
+        begun = self._start(resident, prompt, keep, options)
+        conversation.request, conversation.tokens = resident, []
+        conversation.answers = [answer for answer in conversation.answers if answer.end <= agreed]
+        conversation.answers.append(Answer(len(prompt), len(prompt)))
+        conversation.running = True
+        return begun
+
+    def _start(self, request: Request, prompt: list[int], keep: int, options: TurnOptions) -> BegunTurn:
+        try:
+            turn_id = request.begin_turn(prompt[keep:], options)
+        except Exception:
+            if request.status is RequestStatus.UNASSIGNED:
+                request.close()
+            raise
+        return BegunTurn(request, turn_id, len(prompt), request.processed_length)
+
+    def ended(self, conversation: Conversation) -> None:
+        """The turn is complete and its events are drained: the conversation is dormant from now on."""
+        conversation.running = False
+        conversation.last_used = self._clock()
+        if conversation.request is not None and conversation.answers:
+            conversation.answers[-1].end = conversation.request.current_length
+            if conversation.answers[-1].end == conversation.answers[-1].start:
+                conversation.answers.pop()
+
+    def _with_own_tokens(self, turn: TurnRequest, conversation: Conversation) -> list[int]:
+        prompt = list(turn.prompt_ids)
+        if not turn.spans or self._detokenize is None or not conversation.answers:
+            return prompt
+        sequence = conversation.sequence()
+        unused = deque(conversation.answers)
+        spliced: list[int] = []
+        at = 0
+        for span in turn.spans:
+            while unused and self._digest(unused[0], sequence) != span.digest:
+                unused.popleft()
+            if not unused:
+                break
+            answer = unused.popleft()
+            spliced += prompt[at : span.start] + sequence[answer.start : answer.end]
+            at = span.end
+        return spliced + prompt[at:]
+
+    def _digest(self, answer: Answer, sequence: list[int]) -> bytes:
+        if answer.digest is None:
+            assert self._detokenize is not None
+            text = self._detokenize(sequence[answer.start : answer.end])
+            answer.digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+        return answer.digest
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def relieve(self, deferrals: Sequence[Deferral]) -> int:
+        """Evicts dormant conversations, oldest first, until the memory that deferred requests miss is back; returns
+        how many. What goes back may still be shared, so the caller looks again after the next step."""
+        blocks = max((deferral.missing_blocks for deferral in deferrals), default=0)
+        slots = max((deferral.missing_slots for deferral in deferrals), default=0)
+        evicted = 0
+        for conversation in self._dormant():
+            if blocks <= 0 and slots <= 0:
+                break
+            before = self._engine.available_blocks
+            self._evict(conversation)
+            blocks -= self._engine.available_blocks - before
+            slots -= 1
+            evicted += 1
+        return evicted
+
+    def expire(self) -> int:
+        """Forgets conversations that have been idle for longer than their time to live."""
+        if not self._ttl:
+            return 0
+        horizon = self._clock() - self._ttl
+        expired = [c for c in self._conversations.values() if c.last_used < horizon and not c.running and not c.waiting]
+        for conversation in expired:
+            self._drop(conversation)
+        return len(expired)
+
+    def close(self, key: str) -> Conversation | None:
+        """Drops a conversation and all it holds; its running turn, if any, ends without another event."""
+        conversation = self._conversations.get(key)
+        if conversation is not None:
+            self._drop(conversation)
+        return conversation
+
+    def forget_if_empty(self, conversation: Conversation) -> None:
+        """Drops a conversation that no turn ever reached."""
+        if conversation.request is None and not conversation.tokens and not conversation.waiting:
+            self._drop(conversation)
+
+    def take_waiting(self) -> list[object]:
+        """All turns that wait for an earlier one, removed from their conversations."""
+        turns = [turn for conversation in self._conversations.values() for turn in conversation.waiting]
+        for conversation in self._conversations.values():
+            conversation.waiting.clear()
+        return turns
+
+    def _dormant(self) -> list[Conversation]:
+        return [c for c in self._conversations.values() if c.request is not None and not c.running]
+
+    def _make_place(self) -> None:
+        resident = sum(c.request is not None for c in self._conversations.values())
+        for conversation in self._dormant():
+            if resident < self._max_sessions:
+                return
+            self._evict(conversation)
+            resident -= 1
+
+    def _forget_surplus(self) -> None:
+        limit = REMEMBERED_PER_SESSION * self._max_sessions
+        for conversation in list(self._conversations.values()):
+            if len(self._conversations) <= limit:
+                return
+            if not conversation.running and not conversation.waiting:
+                self._drop(conversation)
+
+    def _evict(self, conversation: Conversation) -> None:
+        assert conversation.request is not None and not conversation.running
+        conversation.tokens = conversation.request.tokens
+        conversation.request.close()
+        conversation.request = None
+
+    def _drop(self, conversation: Conversation) -> None:
+        if conversation.request is not None:
+            conversation.request.close()
+            conversation.request = None
+        self._conversations.pop(conversation.key, None)
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def waiting_turns(self) -> int:
+        return sum(len(conversation.waiting) for conversation in self._conversations.values())
+
+    def resident_keys(self) -> list[str]:
+        return [c.key for c in self._conversations.values() if c.request is not None]
+
+    def infos(self, owner: str | None) -> list[SessionInfo]:
+        """Resident conversations of one owner, or of all."""
+        now = self._clock()
+        return [
+            SessionInfo(
+                conversation.session_id,
+                conversation.owner,
+                self._replica,
+                conversation.request.current_length,
+                conversation.request.processed_length,
+                self._engine.blocks_of(conversation.request),
+                conversation.running,
+                0.0 if conversation.running else now - conversation.last_used,
+            )
+            for conversation in self._conversations.values()
+            if conversation.request is not None and owner in (None, conversation.owner)
+        ]
