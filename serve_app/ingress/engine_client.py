@@ -13,9 +13,10 @@ from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
 
 class EngineClient(Protocol):
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
-        """The deltas of one turn. `routing_key` finds the home of a conversation (session, or a hint for an anonymous
-        one); closing the iterator (aclose) is the only way to cancel. A replica that dies before it accepted, or that
-        refuses with QUEUE_FULL or UNAVAILABLE, is replaced by another one, a bounded number of times."""
+        """The deltas of one turn. `routing_key` finds the home of a conversation (session, or a hint for an
+        anonymous one); closing the iterator (aclose) is the only way to cancel. A replica that dies before it
+        accepted, or that refuses with QUEUE_FULL or UNAVAILABLE, is replaced by another one, a bounded number
+        of times."""
         ...
 
     async def sessions(self, owner: str) -> list[SessionInfo]:

@@ -39,8 +39,8 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         raise TokenizerError(f"tokenizer.ggml.model is {kind!r}; 'gpt2' and 'llama' are known")
     types = cast("list[int]", metadata.get("tokenizer.ggml.token_type", []))
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _of_type(tokens, types, _CONTROL)])
-    # A normalizer that only writes spaces as SentencePiece does lets "▁▁" be found in a text; one that also puts a
-    # space before it would do so before the token, too.
+    # A normalizer that only writes spaces as SentencePiece does lets "▁▁" be found in a text; one that also
+    # puts a space before it would do so before the token, too.
     normalized = kind == "llama" and not _prefixes_space(metadata)
     user_defined = _of_type(tokens, types, _USER_DEFINED)
     tokenizer.add_tokens([AddedToken(token, normalized=normalized) for token in user_defined])

@@ -1,0 +1,125 @@
+"""Every error that a client sees has OpenAI's envelope, on every route and status.
+
+{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine_actor.turns import RefusalCode, TurnRefused
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+_MAX_MESSAGE = 1000
+
+# What the router itself answers, by status: (code, sentence).
+_ROUTING = {
+    404: ("unknown_url", "Unknown path"),
+    405: ("method_not_allowed", "Method not allowed for this path"),
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the field at fault, dotted for nested ones."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
+        self.headers = dict(headers or {})
+
+    def envelope(self) -> dict[str, object]:
+        error = {
+            "message": _printable(self.message),
+            "type": self.type,
+            "param": None if self.param is None else _printable(self.param),
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def response(self) -> Response:
+        return JSONResponse(self.envelope(), self.status, self.headers)
+
+
+def _printable(text: str) -> str:
+    """Bounded, and free of the lone surrogates that a client can put into a name or value we quote."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
+
+
+def bad_value(param: str, message: str, code: str | None = None) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def not_served(param: str, accepted: str) -> ApiError:
+    """`accepted`: what the field may be instead."""
+    return bad_value(param, f"not served yet; leave it out{accepted}", "unsupported_parameter")
+
+
+def context_length_exceeded(prompt_tokens: int, limit: int, param: str | None) -> ApiError:
+    message = (
+        f"This model's maximum context length is {limit} tokens, but the prompt alone has {prompt_tokens} tokens, "
+        "and an answer needs at least one. Please shorten the prompt."
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def model_not_found(model: str) -> ApiError:
+    message = f"The model '{_printable(model)[:200]}' does not exist; see /v1/models."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server had an internal error.", type=SERVER_ERROR, code="internal_error")
+
+
+def retry_later(status: int, message: str, code: str, seconds: float) -> ApiError:
+    """429 or 503. `Retry-After` is whole seconds, at least 1."""
+    kind = "rate_limit_error" if status == 429 else SERVER_ERROR
+    return ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(max(1, math.ceil(seconds)))})
+
+
+def refusal(refused: TurnRefused, prompt_param: str, default_retry: float) -> ApiError:
+    """What a client is told when no replica took its turn."""
+    seconds = refused.retry_after or default_retry
+    match refused.code:
+        case RefusalCode.CONTEXT_LENGTH:
+            return context_length_exceeded(refused.prompt_tokens, refused.limit, prompt_param)
+        case RefusalCode.INVALID:
+            return ApiError(400, refused.message)
+        case RefusalCode.SESSION_BUSY | RefusalCode.QUEUE_FULL:
+            return retry_later(429, refused.message, str(refused.code), seconds)
+        case RefusalCode.UNAVAILABLE:
+            return retry_later(503, refused.message, str(refused.code), seconds)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Typed errors and those of the router. Unexpected exceptions are the request log's: it is outermost."""
+
+    async def typed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code, sentence = _ROUTING.get(error.status_code, (None, str(error.detail)))
+        message = f"{sentence}: {request.method} {request.url.path}"
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+    app.add_exception_handler(ApiError, typed)
+    app.add_exception_handler(HTTPException, routing)

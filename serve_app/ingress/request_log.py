@@ -1,0 +1,100 @@
+"""One record for each request: its id, its owner, and a line in the log when it is over. Never what was
+said."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.ingress.errors import internal_error
+
+REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+MAX_REQUEST_ID = 128
+CLIENT_GONE = 499  # nobody is left to read a status; for the log only
+
+log = logging.getLogger("moorage.access")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled as the request goes through. `session` is a hash."""
+
+    request_id: str
+    owner: str = "public"
+    status: int = 0
+    session: str | None = None
+    replica: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record = scope["state"]["record"]
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+def request_id(headers: Headers) -> str:
+    """The client's own id where it is one printable line of bounded length, else a new one."""
+    for name in REQUEST_ID_HEADERS:
+        value = headers.get(name, "").strip()
+        if 0 < len(value) <= MAX_REQUEST_ID and value.isascii() and value.isprintable():
+            return value
+    return f"req-{uuid.uuid4().hex}"
+
+
+class RequestLogMiddleware:
+    """Outermost: gives each request its record, echoes its id, logs it, and answers 500 for what nobody
+    caught."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["record"] = record
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = record.status or message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logging.getLogger("moorage.http").exception("request %s failed", record.request_id)
+            if started:
+                raise  # the server must break the connection: the answer is not whole
+            await internal_error().response()(scope, receive, send_with_id)
+        finally:
+            _write(scope, record)
+
+
+def _write(scope: Scope, record: RequestRecord) -> None:
+    # The template of the route, not the path: a path can hold a session's id.
+    route = getattr(scope.get("route"), "path", None)
+    log.info(
+        "%s %s %d %s session=%s replica=%s prompt=%s cached=%s completion=%s %.1f ms",
+        scope["method"],
+        route or "-",
+        record.status or CLIENT_GONE,
+        record.request_id,
+        record.session or "-",
+        record.replica or "-",
+        *("-" if n is None else n for n in (record.prompt_tokens, record.cached_tokens, record.completion_tokens)),
+        (time.perf_counter() - record.started) * 1000,
+    )

@@ -1,0 +1,65 @@
+"""What the HTTP API needs to know. Plain values, so that they cross a process border."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from engine_actor.options import MAX_INT32
+
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class SamplingDefaults(BaseModel):
+    """Used where a request says nothing; from the model's generation_config.json, or OpenAI's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, le=MAX_INT32)
+
+
+class IngressSettings(BaseModel):
+    """Settings of one front door. A bad value is refused with the field's name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    model_ids: tuple[Name, ...] = Field(min_length=1)
+    """Names under which the one model is served; the first is used where a request names none."""
+
+    context_limit: int | None = Field(default=None, ge=1)
+    """Longest sequence, prompt and answer together. None: only the engine knows."""
+
+    default_max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    """Longest answer where a request sets no limit. None: what the context leaves."""
+
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    api_keys: tuple[str, ...] = Field(default=(), repr=False)
+    """Any of these opens every path; sessions belong to their key. Empty: no key is asked for."""
+
+    session_header: str = Field(default="x-session-id", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """Names the session of a request. Case does not matter, nor does `-` for `_`."""
+
+    max_session_id_length: int = Field(default=256, ge=1, le=4096)
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    max_messages: int = Field(default=4096, ge=1)
+    max_stop_strings: int = Field(default=16, ge=1)
+    max_stop_length: int = Field(default=512, ge=1)
+
+    retry_after_seconds: float = Field(default=1.0, gt=0, le=3600)
+    """Sent with 429 and 503 where the engine names no time of its own."""
+
+    @field_validator("api_keys")
+    @classmethod
+    def _usable_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        for key in keys:
+            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                raise ValueError("a key must be printable ASCII without spaces around it")
+        return keys
+
+    @property
+    def default_model(self) -> str:
+        return self.model_ids[0]

@@ -1,0 +1,105 @@
+"""The HTTP answer to a turn, streamed or whole, from the same events.
+
+The whole turn lives inside the response, so that every way out of it closes the turn: the end, a stop string,
+an error, a client that leaves before or after the first byte, and the cancellation of this task.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from engine_actor.turns import TurnAccepted
+from serve_app.ingress.disconnect import ClientGone, until_disconnect
+from serve_app.ingress.errors import ApiError, internal_error
+from serve_app.ingress.request_log import CLIENT_GONE, record_of
+from serve_app.openai.formats import AnswerFormat
+from serve_app.openai.services import Services
+from serve_app.openai.turns import AnswerEvent, Finished, Turn, answer_events
+
+log = logging.getLogger("moorage.http")
+
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies that would collect the stream
+]
+
+
+class TurnResponse(Response):
+    """The status goes out only after a replica has accepted the turn: before that, any error is a plain
+    answer."""
+
+    def __init__(self, services: Services, turn: Turn, form: AnswerFormat, *, stream: bool) -> None:
+        self._services = services
+        self._turn = turn
+        self._form = form
+        self._stream = stream
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._answer(scope, receive, send))
+        except ClientGone:
+            record_of(scope).status = CLIENT_GONE
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = record_of(scope)
+        async with aclosing(answer_events(self._services, self._turn)) as events:
+            accepted = await anext(events)
+            assert isinstance(accepted, TurnAccepted)
+            record.replica = accepted.replica
+            record.prompt_tokens, record.cached_tokens = accepted.prompt_tokens, accepted.cached_tokens
+            replica = {"x-moorage-replica": accepted.replica}
+            if self._stream:
+                await self._send_stream(events, replica, scope, send)
+            else:
+                content = await self._whole(events, scope)
+                await JSONResponse(content, headers=replica)(scope, receive, send)
+
+    async def _whole(self, events: AsyncGenerator[AnswerEvent, None], scope: Scope) -> dict[str, object]:
+        pieces: list[str] = []
+        async for event in events:
+            if isinstance(event, str):
+                pieces.append(event)
+            elif isinstance(event, Finished):
+                record_of(scope).completion_tokens = event.usage.completion_tokens
+                return self._form.whole("".join(pieces), event)
+        raise AssertionError("an answer ends with Finished or an error")
+
+    async def _send_stream(
+        self, events: AsyncGenerator[AnswerEvent, None], replica: dict[str, str], scope: Scope, send: Send
+    ) -> None:
+        headers = [*_STREAM_HEADERS, *((k.encode(), v.encode("latin-1")) for k, v in replica.items())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def write(*chunks: bytes) -> None:
+            await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
+
+        try:
+            if opening := self._form.opening():
+                await write(*map(_event, opening))
+            async for event in events:
+                if isinstance(event, str):
+                    await write(_event(self._form.piece(event)))
+                elif isinstance(event, Finished):
+                    record_of(scope).completion_tokens = event.usage.completion_tokens
+                    await write(*map(_event, self._form.closing(event)), _DONE)
+        except ApiError as error:
+            await write(_event(error.envelope()))
+        except OSError:
+            raise ClientGone from None  # how some servers say in `send` that the client has left
+        except Exception:
+            log.exception("request %s failed after its answer had begun", record_of(scope).request_id)
+            await write(_event(internal_error().envelope()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(content: dict[str, object]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,54 @@
+"""POST /v1/completions: a text, or token ids, to go on from."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serve_app.ingress.errors import bad_value
+from serve_app.openai.formats import CompletionFormat
+from serve_app.openai.protocol import CompletionRequest, parse
+from serve_app.openai.requests import respond
+from serve_app.openai.services import Services
+from serve_app.openai.unserved import refuse_unserved_completion
+from serve_app.text.prompts import Prompt
+
+# How much of a prompt is its opening: enough to tell conversations apart, and less than what one turn adds.
+_OPENING_CHARACTERS, _OPENING_TOKENS = 256, 64
+
+
+def completions_router(services: Services) -> APIRouter:
+    router = APIRouter()
+    prompts = services.prompts
+
+    def check(content: dict[str, object]) -> CompletionRequest:
+        refuse_unserved_completion(content)
+        return parse(CompletionRequest, content)
+
+    def build(body: CompletionRequest) -> Prompt:
+        if isinstance(body.prompt, str):
+            return prompts.text(body.prompt)
+        limit = prompts.tokenizer.vocab_size
+        if any(not 0 <= token < limit for token in body.prompt):
+            raise bad_value("prompt", f"a token id must be from 0 to {limit - 1}")
+        return Prompt(body.prompt)
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await respond(
+            request,
+            services,
+            check=check,
+            build=build,
+            opening=_opening,
+            form=CompletionFormat,
+            prompt_param="prompt",
+        )
+
+    return router
+
+
+def _opening(body: CompletionRequest) -> list[object]:
+    if isinstance(body.prompt, str):
+        return [body.prompt[:_OPENING_CHARACTERS]]
+    return [list(body.prompt[:_OPENING_TOKENS])]

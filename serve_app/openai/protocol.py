@@ -1,0 +1,164 @@
+"""The bodies of requests: strict models of what is served.
+
+A number is never taken from a string or a boolean, and must be finite and in range. Null means absent, as
+everywhere in this API. Names that are not here are ignored, as the peers do; names of things that exist but
+are not served are in `unserved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, NoReturn, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from engine_actor.options import MAX_INT32
+from serve_app.ingress.errors import bad_value
+
+ROLES = ("system", "developer", "user", "assistant")
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+M = TypeVar("M", bound=Strict)
+
+
+def parse(model: type[M], content: Mapping[str, object]) -> M:
+    """Raises ApiError 400 that names the first field at fault."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise bad_value(param, first["msg"]) from error
+
+
+def _refuse(message: str) -> NoReturn:
+    # The message is a template: braces in it would be taken for fields.
+    raise PydanticCustomError("value_error", "{message}", {"message": message})
+
+
+def _text(value: object, what: str = "the value") -> str:
+    if not isinstance(value, str):
+        _refuse(f"{what} must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(f"{what} holds half of a surrogate pair, which is no character")
+    return value
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        _refuse("must be a string or a list of strings")
+    stops = tuple(_text(stop, "each stop string") for stop in value)
+    if "" in stops:
+        _refuse("a stop string must not be empty")
+    return stops
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    """One text or one list of token ids. A list of one prompt is that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            _refuse("several prompts in one request are not served yet; send one request for each")
+        value = value[0]
+    if isinstance(value, str):
+        return _text(value)
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        _refuse("must be a string or a list of token ids")
+    return tuple(value)
+
+
+def _content(value: object, info: ValidationInfo) -> str:
+    """The text of a message: given whole, in parts, or (an assistant's only) not at all."""
+    if value is None:
+        if info.data.get("role") != "assistant":
+            _refuse("is needed; only an assistant's message may go without")
+        return ""
+    if isinstance(value, list):
+        return "\n".join(_part(part, i) for i, part in enumerate(value))
+    return _text(value, "it") if isinstance(value, str) else _refuse("must be a string or a list of text parts")
+
+
+def _part(part: object, index: int) -> str:
+    if not isinstance(part, dict):
+        _refuse(f"part {index} must be an object with type and text")
+    if part.get("type") != "text":
+        _refuse(f"part {index} is not of type 'text', the only one that is served")
+    return _text(part.get("text"), f"the text of part {index}")
+
+
+def _role(value: object) -> str:
+    if value in ("tool", "function"):
+        _refuse("tools are not served yet, so a message can't come from one")
+    if not isinstance(value, str) or value not in ROLES:
+        _refuse(f"must be one of {', '.join(ROLES)}")
+    return value
+
+
+def _no_calls(value: object) -> None:
+    if value:
+        _refuse("tools are not served yet, so a message can't call one")
+
+
+class ChatMessage(Strict):
+    role: Annotated[str, BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_content)] = Field(default=None, validate_default=True)
+    tool_calls: Annotated[None, BeforeValidator(_no_calls)] = None
+    function_call: Annotated[None, BeforeValidator(_no_calls)] = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Strict):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT32)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, max_length=4096)
+    session_id: str | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+
+    @property
+    def token_limit(self) -> int | None:
+        """The newer name wins."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+
+
+def require_stream_for_options(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise bad_value("stream_options", "is only for a request with stream: true")

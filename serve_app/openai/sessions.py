@@ -1,0 +1,44 @@
+"""GET /v1/sessions and DELETE /v1/sessions/{id}: the conversations that are resident for this key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from engine_actor.turns import SessionInfo
+from serve_app.ingress.errors import ApiError
+from serve_app.ingress.request_log import record_of
+from serve_app.openai.identity import checked_session_id
+from serve_app.openai.services import Services
+
+
+def sessions_router(services: Services) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/sessions")
+    async def sessions(request: Request) -> dict[str, object]:
+        owner = record_of(request.scope).owner
+        found = await services.client.sessions(owner)
+        return {"object": "list", "data": [_shown(info) for info in found]}
+
+    # A session's id may hold slashes.
+    @router.delete("/v1/sessions/{session_id:path}")
+    async def delete(request: Request, session_id: str) -> dict[str, object]:
+        checked = checked_session_id(session_id, "session_id", services.settings)
+        if not await services.client.close_session(record_of(request.scope).owner, checked):
+            raise ApiError(404, "No such session is resident.", param="session_id", code="session_not_found")
+        return {"id": checked, "object": "session.deleted", "deleted": True}
+
+    return router
+
+
+def _shown(info: SessionInfo) -> dict[str, object]:
+    return {
+        "id": info.session_id,
+        "object": "session",
+        "replica": info.replica,
+        "tokens": info.tokens,
+        "cached_tokens": info.cached_tokens,
+        "blocks": info.blocks,
+        "running": info.running,
+        "idle_seconds": round(info.idle_seconds, 3),
+    }

@@ -1,0 +1,98 @@
+"""Parameters that the API knows and this server does not serve yet.
+
+Each may have the values that mean "not used". Anything else is refused by name: to ignore it would give an
+answer that is not what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from serve_app.ingress.errors import not_served
+
+_OFF = (False,)
+_ZERO = (0, 0.0)
+_ONE = (1, 1.0)
+_EMPTY: tuple[object, ...] = ([], {}, "")
+_TEXT_FORMAT = ({"type": "text"},)
+_NO_TOOL = ("none", "auto")
+
+# Name -> values that change nothing; null always is one.
+_COMMON: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": _ZERO,
+    "frequency_penalty": _ZERO,
+    "repetition_penalty": _ONE,
+    "length_penalty": _ONE,
+    "logit_bias": _EMPTY,
+    "min_p": _ZERO,
+    "min_tokens": (0,),
+    "typical_p": _ONE,
+    "top_a": _ZERO,
+    "response_format": _TEXT_FORMAT,
+    "use_beam_search": _OFF,
+    "stop_token_ids": _EMPTY,
+    "bad_words": _EMPTY,
+    "allowed_token_ids": _EMPTY,
+    "include_stop_str_in_output": _OFF,
+    "skip_special_tokens": (True,),
+    "prompt_logprobs": (0,),
+    "return_token_ids": _OFF,
+    "truncate_prompt_tokens": (),
+    "cache_salt": _EMPTY,
+    "priority": (0,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "grammar": _EMPTY,
+    "json_schema": (),
+    "prompt_embeds": (),
+    "lora_path": (),
+}
+_CHAT = _COMMON | {
+    "logprobs": _OFF,
+    "top_logprobs": (0,),
+    "tools": _EMPTY,
+    "tool_choice": _NO_TOOL,
+    "functions": _EMPTY,
+    "function_call": _NO_TOOL,
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "store": _OFF,
+    "chat_template": (),
+    "chat_template_kwargs": _EMPTY,
+    "documents": _EMPTY,
+    "add_generation_prompt": (True,),
+    "continue_final_message": _OFF,
+    "echo": _OFF,
+}
+_COMPLETION = _COMMON | {"logprobs": _OFF, "suffix": _EMPTY, "echo": _OFF}
+
+
+def refuse_unserved_chat(content: Mapping[str, object]) -> None:
+    _refuse(content, _CHAT)
+
+
+def refuse_unserved_completion(content: Mapping[str, object]) -> None:
+    _refuse(content, _COMPLETION)
+
+
+def _refuse(content: Mapping[str, object], table: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises ApiError that names the parameter and what it may be."""
+    for name in content.keys() & table.keys():
+        value, harmless = content[name], table[name]
+        # Types are compared too: true is no 1, and "1" is no number.
+        if value is not None and not any(value == ok and type(value) is type(ok) for ok in harmless):
+            # A default like 0.0 stands beside its 0 and need not be named twice.
+            shown = [ok for i, ok in enumerate(harmless) if ok not in harmless[:i]]
+            accepted = f" or set it to {' or '.join(map(_json, shown))}" if shown else ""
+            raise not_served(name, accepted)
+
+
+def _json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("'", '"') or '""'
