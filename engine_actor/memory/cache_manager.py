@@ -96,8 +96,8 @@ class CacheManager:
     def truncate(self, request_id: int, positions: int) -> int:
         return self.paged.truncate(request_id, positions)
 
-    def fork(self, parent_id: int, child_id: int, positions: int) -> None:
-        self.paged.fork(parent_id, child_id, positions)
+    def fork(self, parent_id: int, child_id: int, positions: int) -> int:
+        return self.paged.fork(parent_id, child_id, positions)
 
     def check_integrity(self) -> None:
         self.paged.check_integrity()

@@ -21,7 +21,6 @@ class PagedCache:
         self.pool = pool
         self._make_room = make_room
         self.block_size = block_size
-        self.generation = 0
         self._tables: dict[int, BlockTable] = {}
         self._live: Reservation | None = None
 
@@ -40,6 +39,12 @@ class PagedCache:
     def resident_count(self) -> int:
         provisional = sum(row.demand.new for row in self._live.rows) if self._live else 0
         return len(self._tables) - provisional
+
+    def snapshot(self) -> tuple[list[BlockTable], list[int], list[int]]:
+        """Every table in order, with its boundary and epoch: equal snapshots prove that no table was replaced, moved
+        or advanced in between, those of residents outside the step included (F146)."""
+        tables = list(self._tables.values())
+        return tables, [table.committed for table in tables], [table.epoch for table in tables]
 
     def must_copy_tail(self, table: BlockTable) -> bool:
         """The next write goes into a partly filled block that somebody else holds too (C17: only then it is copied)."""
@@ -65,14 +70,16 @@ class PagedCache:
             raise ContractViolation("a second reservation while one is live")
         self._check(demands)
         needs = [self.blocks_to_add(demand) for demand in demands]
-        adopted = [block for demand in demands for block in demand.adopted]
-        for block in adopted:
-            self.pool.pin(block)  # first, so that making room does not take them
+        pinned: list[int] = []
         try:
+            for demand in demands:
+                for block in demand.adopted:
+                    self.pool.pin(block)  # first, so that making room does not take them
+                    pinned.append(block)
             self._make_room(sum(needs))
             fresh = iter(self.pool.allocate(sum(needs)))
         except BaseException:
-            for block in reversed(adopted):
+            for block in reversed(pinned):
                 self.pool.free([block])
             raise
         rows = [self._grow(demand, need, fresh) for demand, need in zip(demands, needs, strict=True)]
@@ -108,15 +115,17 @@ class PagedCache:
                 raise ContractViolation(f"request {name} is marked new but is resident")
             if not demand.new and table is None:
                 raise ContractViolation(f"request {name} is marked resident but is not")
-            if table is not None and demand.committed != table.committed:
-                raise ContractViolation(f"request {name}: plan says {demand.committed}, table {table.committed}")
+            valid = len(demand.adopted) * self.block_size if table is None else table.committed
+            if demand.committed != valid:
+                raise ContractViolation(f"request {name}: plan says {demand.committed}, table {valid}")
+            if table is not None and demand.adopted:
+                raise ContractViolation(f"request {name} is resident and cannot adopt blocks")
             if demand.target < demand.committed:
                 raise ContractViolation(f"request {name}: target {demand.target} < committed {demand.committed}")
 
     def end_reservation(self, reservation: Reservation) -> None:
         assert self._live is reservation
         self._live = None
-        self.generation += 1
 
     def drop_provisional(self, request_id: int) -> None:
         """Forgets the table of a row that never became resident."""
@@ -130,7 +139,6 @@ class PagedCache:
         self._refuse_during_step()
         table = self._tables.pop(request_id)
         self.pool.free(table.blocks[::-1])
-        self.generation += 1
 
     def truncate(self, request_id: int, positions: int) -> int:
         """Keeps at most `positions` valid positions and returns how many stay valid.
@@ -150,15 +158,19 @@ class PagedCache:
         table.count = keep_blocks
         table.committed = kept
         table.epoch += 1
-        self.generation += 1
         return kept
 
-    def fork(self, parent_id: int, child_id: int, positions: int) -> None:
-        """The child becomes a resident that shares the parent's blocks of its first `positions` (F343). A partly
-        filled last block is copied when one of the two first writes into it."""
+    def fork(self, parent_id: int, child_id: int, positions: int) -> int:
+        """The child becomes a resident that shares the parent's blocks of its first `positions` (F343); returns how
+        many of them are valid for it. A partly filled last block is copied when one of the two first writes into it.
+        Where the index holds that block, which is then full, the child starts at the block, as in `truncate`: so a
+        block that is still written to is never indexed.
+        """
         self._refuse_during_step()
         parent = self._tables[parent_id]
         assert 0 < positions <= parent.committed and child_id not in self._tables
+        if positions % self.block_size and self.pool.is_indexed(parent.blocks[positions // self.block_size]):
+            positions -= positions % self.block_size
         child = BlockTable(self.block_size)
         for block in parent.blocks[: blocks_for(positions, self.block_size)]:
             self.pool.pin(block)
@@ -167,7 +179,7 @@ class PagedCache:
         child.committed = positions
         child.resident = True
         self._tables[child_id] = child
-        self.generation += 1
+        return positions
 
     def _refuse_during_step(self) -> None:
         if self._live is not None:

@@ -1,8 +1,8 @@
 """Full blocks of equal prefixes, found by content and shared.
 
-An entry is one full block. Its key is sha256(salt or parent's digest, the block's tokens), so a key stands for the whole
-prefix; still, the hash is never proof: on a hit the tokens are compared, and the entry must hang under the entry that was
-matched before it. Tenants have different salts and never meet.
+An entry is one full block. Its key is sha256(salt or parent's digest, the block's tokens), so a key stands for the
+whole prefix; still, the hash is never proof: on a hit the tokens are compared, and the entry must hang under the entry
+that was matched before it. Tenants have different salts and never meet.
 
 The index is one owner of each of its blocks. A block that nobody else owns is idle: it stays adoptable until the pool
 needs it, oldest first and tails before heads (tables are released in reverse).
@@ -32,7 +32,7 @@ class _Entry:
         self.digest = digest
         self.tokens = tokens
         self.parent = parent
-        self.children: list[_Entry] = []
+        self.children: dict[int, _Entry] = {}  # by block
 
 
 class PrefixIndex:
@@ -84,7 +84,7 @@ class PrefixIndex:
                 self._by_digest[key] = entry
                 self._by_block[blocks[i]] = entry
                 if parent is not None:
-                    parent.children.append(entry)
+                    parent.children[entry.block] = entry
                 self.generation += 1
             elif entry.tokens != packed or entry.parent is not parent:
                 self.collisions += 1
@@ -99,16 +99,11 @@ class PrefixIndex:
                 return
             self._drop(self._by_block[block])
 
-    def clear(self) -> None:
-        for entry in list(self._by_digest.values()):
-            if entry.parent is None:
-                self._drop(entry)
-
     def check_integrity(self) -> None:
         """Each entry is held in the pool, found by its digest and hangs under its parent; no other block is held."""
         for block, entry in self._by_block.items():
             sound = entry.block == block and self._by_digest.get(entry.digest) is entry
-            linked = entry.parent is None or entry in entry.parent.children
+            linked = entry.parent is None or entry.parent.children.get(block) is entry
             if not (sound and linked and self._pool.is_indexed(block)):
                 raise ContractViolation(f"prefix index: the entry of block {block} is not consistent")
         held = sum(self._pool.is_indexed(b) for b in range(self._pool.num_ids))
@@ -138,11 +133,11 @@ class PrefixIndex:
     def _drop(self, entry: _Entry) -> None:
         """Removes an entry and all below it: without their head they could never be matched again (PX-04)."""
         if entry.parent is not None:
-            entry.parent.children.remove(entry)
+            del entry.parent.children[entry.block]
         below = [entry]
         while below:
             gone = below.pop()
-            below.extend(gone.children)
+            below.extend(gone.children.values())
             del self._by_digest[gone.digest]
             del self._by_block[gone.block]
             self._pool.drop_from_index(gone.block)

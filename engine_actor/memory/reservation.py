@@ -67,7 +67,7 @@ class Reservation:
         self.rows = rows
         self.state = ReservationState.RESERVED
         self.pool_generation = cache.pool.generation
-        self.cache_generation = cache.generation
+        self._tables_before = cache.snapshot()
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
@@ -81,7 +81,7 @@ class Reservation:
             raise ContractViolation(f"a {self.state.value} reservation cannot be committed")
         if self._cache.pool.generation != self.pool_generation:
             raise ContractViolation("the block pool changed while a step held a reservation")
-        if self._cache.generation != self.cache_generation:
+        if self._cache.snapshot() != self._tables_before:
             raise ContractViolation("a block table changed while a step held a reservation")
         if len(committed) != len(self.rows):
             raise ContractViolation(f"{len(committed)} boundaries for {len(self.rows)} rows")
@@ -91,14 +91,11 @@ class Reservation:
                 raise ContractViolation(
                     f"request {demand.request_id}: {boundary} is outside [{demand.committed}, {demand.target}]"
                 )
-            if row.table.committed != (0 if demand.new else demand.committed):
-                raise ContractViolation(f"request {demand.request_id}: its boundary moved during the step")
 
     def commit(self, committed: Sequence[int]) -> None:
-        """Publishes the new boundaries. Call `validate` first: here only integers are assigned, and blocks that a
-        narrower boundary does not need go back to the pool (F154)."""
-        if self.state is not ReservationState.RESERVED:
-            raise ContractViolation(f"a {self.state.value} reservation cannot be committed")
+        """Publishes the new boundaries. After one last proof only integers are assigned, and blocks that a narrower
+        boundary does not need go back to the pool (F147, F154)."""
+        self.validate(committed)
         self.state = ReservationState.COMMITTED
         for row, boundary in zip(self.rows, committed, strict=True):
             table, size = row.table, self._cache.block_size

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
+from engine_actor.options import UNBOUNDED
 from engine_actor.outcomes import Deferral, DeferralReason
 from engine_actor.request import RequestRecord
 
@@ -32,55 +33,48 @@ class Admission:
         self._residents_left = cache.max_residents - cache.resident_count
         self._blocks_left = cache.available
         self._max_overtakes = max_overtakes
+        self._overtakes_left = UNBOUNDED  # the fewest that a blocked candidate met so far has left
         self._running = running
-        self._closed_to_new = False
         self.selection = Selection()
 
     def consider(self, record: RequestRecord) -> None:
-        demand = self._demand(record)
-        if self._cache.never_fits(demand.whole):
+        new = self._cache.table(record.id) is None
+        whole = record.history.length
+        if self._cache.never_fits(whole):
             self.selection.unserviceable.append(record)
-            return
-        deferral = self._obstacle(record, demand)
-        if deferral is not None:
-            self.selection.deferrals.append(deferral)
-            return
-        self.selection.rows.append((record, demand))
-        self._rows_left -= 1
-        self._blocks_left -= self._cost(demand)
-        self._residents_left -= demand.new
+        elif new and self._overtakes_left < 1:
+            self.defer(record, DeferralReason.TURN)
+        elif self._rows_left < 1:
+            self.defer(record, DeferralReason.ROWS)
+        elif not new:
+            self._admit(record, RowDemand(record.id, False, record.processed, record.processed + 1, whole))
+        elif self._residents_left < 1:
+            self.selection.deferrals.append(Deferral(record.id, DeferralReason.RESIDENTS, missing_slots=1))
+        else:
+            adopted = self._match(record)
+            start = len(adopted) * self._cache.block_size
+            self._admit(record, RowDemand(record.id, True, start, start + 1, whole, adopted))
 
     def defer(self, record: RequestRecord, reason: DeferralReason) -> None:
         self.selection.deferrals.append(Deferral(record.id, reason))
 
-    def _obstacle(self, record: RequestRecord, demand: RowDemand) -> Deferral | None:
-        if demand.new and self._closed_to_new:
-            return Deferral(record.id, DeferralReason.TURN)
-        if self._rows_left < 1:
-            return Deferral(record.id, DeferralReason.ROWS)
-        if demand.new and self._residents_left < 1:
-            return Deferral(record.id, DeferralReason.RESIDENTS, missing_slots=1)
+    def _admit(self, record: RequestRecord, demand: RowDemand) -> None:
+        cost = self._cache.cost(demand)
         # A preempted request comes back only where the running ones can grow beside it, else it would be preempted
         # again at once; the more often it happened, the more room is asked for.
         headroom = record.preemptions * self._running if demand.new else 0
-        missing = self._cost(demand) + headroom - self._blocks_left
+        missing = cost + headroom - self._blocks_left
         if missing > 0:
-            if demand.new and record.overtaken >= self._max_overtakes:
-                # It has been passed often enough: what is freed from now on is kept for it.
-                self._closed_to_new = True
-            return Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing)
-        return None
-
-    def _cost(self, demand: RowDemand) -> int:
-        return self._cache.cost(demand)
-
-    def _demand(self, record: RequestRecord) -> RowDemand:
-        whole = record.history.length
-        if self._cache.table(record.id) is not None:
-            return RowDemand(record.id, False, record.processed, record.processed + 1, whole)
-        adopted = self._match(record)
-        start = len(adopted) * self._cache.block_size
-        return RowDemand(record.id, True, start, start + 1, whole, adopted)
+            # Once it has been passed often enough, what is freed is kept for it.
+            self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken)
+            self.selection.deferrals.append(Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing))
+            return
+        self.selection.rows.append((record, demand))
+        self._rows_left -= 1
+        self._blocks_left -= cost
+        if demand.new:
+            self._residents_left -= 1
+            self._overtakes_left -= 1
 
     def _match(self, record: RequestRecord) -> tuple[int, ...]:
         """The shared prefix, looked up again only when the index or the sequence has changed."""

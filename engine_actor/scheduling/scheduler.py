@@ -3,9 +3,9 @@
 Order without fairness bounds, exactly that of S0: residents in resident order, then the queue in order of submission;
 of these, decodes first, then prefills, both stable. With bounds (FairnessBounds):
 
-    1. rows that were passed over too often, then decodes (those passed over longest first), then prefills
+    1. rows that were overtaken or passed over too often, then decodes (those passed over longest first), then prefills
     2. while a prefill can run, decodes leave it a minimum share of the tokens
-    3. a prompt that was overtaken too often closes the door to newer ones until it is in
+    3. a request that was overtaken too often closes the door to newer ones until it is in
 
 Budget: every selected row gets one token; what is left goes to prefills in order, each up to the rest of its sequence
 and the chunk size (F089).
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_actor.lifecycle import Lifecycle
-from engine_actor.options import UNBOUNDED, EngineConfig
+from engine_actor.options import EngineConfig, FairnessBounds
 from engine_actor.outcomes import DeferralReason, StepOutcome
 from engine_actor.request import RequestRecord
 from engine_actor.scheduling.admission import Admission, Selection
@@ -52,7 +52,7 @@ class Scheduler:
         self._config = config
         self._row_limit = row_limit(config.max_scheduled_tokens, config.max_batch_size)
         bounds = config.fairness
-        self._rotates = bounds.max_passed_over < UNBOUNDED
+        self._bounded = bounds != FairnessBounds.off()
         self._prefill_reserve = math.ceil(bounds.min_prefill_share * config.max_scheduled_tokens)
 
     def plan(self, transaction_id: int) -> StepPlan:
@@ -74,14 +74,18 @@ class Scheduler:
     def note_committed(self, plan: StepPlan) -> None:
         """Keeps the fairness counters after a committed step: who took part, who was passed over or overtaken."""
         for row in plan.rows:
-            row.record.passed_over = 0
-        newest = max((row.record.submitted for row in plan.rows if row.demand.new), default=0)
+            row.record.passed_over = row.record.overtaken = 0
+        if not plan.deferrals:
+            return
+        admitted = [row.record.submitted for row in plan.rows if row.demand.new]
         for deferral in plan.deferrals:
             record = self._lifecycle.records[deferral.request_id]
             if deferral.reason is DeferralReason.ROWS:
                 record.passed_over += 1
-            elif record.submitted < newest:
-                record.overtaken += sum(row.demand.new and row.record.submitted > record.submitted for row in plan.rows)
+                continue
+            record.overtaken += sum(submitted > record.submitted for submitted in admitted)
+            if self._lifecycle.cache.table(record.id) is not None:
+                record.passed_over += 1  # a running row that lacks blocks comes earlier, to get the next free one
 
     def _candidates(self) -> list[RequestRecord]:
         candidates = [record for record in self._lifecycle.residents() if record.executable]
@@ -96,13 +100,14 @@ class Scheduler:
         running = len(candidates) - len(self._lifecycle.queue)
         overtakes = self._config.fairness.max_overtakes
         admission = Admission(self._lifecycle.cache, self._row_limit, overtakes, running)
-        if self._rotates:
-            bound = self._config.fairness.max_passed_over
-            overdue = [record for record in candidates if record.passed_over >= bound]
-            for record in sorted(overdue, key=lambda record: -record.passed_over):
-                admission.consider(record)
-            decodes = [record for record in decodes if record.passed_over < bound]
-            prefills = [record for record in prefills if record.passed_over < bound]
+        if self._bounded:
+            overdue = [record for record in candidates if self._overdue(record)]
+            if overdue:
+                overdue.sort(key=lambda record: (not self._overtaken(record), -record.passed_over))
+                for record in overdue:
+                    admission.consider(record)
+                decodes = [record for record in decodes if not self._overdue(record)]
+                prefills = [record for record in prefills if not self._overdue(record)]
             decodes.sort(key=lambda record: -record.passed_over)
         first = self._decode_share() if prefills else len(decodes)
         for record in decodes[:first]:
@@ -117,6 +122,12 @@ class Scheduler:
             else:
                 admission.consider(record)
         return admission.selection
+
+    def _overtaken(self, record: RequestRecord) -> bool:
+        return record.overtaken >= max(1, self._config.fairness.max_overtakes)
+
+    def _overdue(self, record: RequestRecord) -> bool:
+        return record.passed_over >= self._config.fairness.max_passed_over or self._overtaken(record)
 
     def _decode_share(self) -> int:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine_actor.errors import ContractViolation
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.outcomes import Deferral, StepOutcome
 from engine_actor.request import RequestRecord
@@ -48,6 +49,25 @@ class StepPlan:
     @property
     def executable(self) -> bool:
         return bool(self.rows)
+
+    def check(self) -> None:
+        """Raises ContractViolation unless each row sends a non-empty head of what its request has not computed yet,
+        once, and lies where the row before it ends (F095). Linear."""
+        seen: set[int] = set()
+        offset = 0
+        for row in self.rows:
+            record, demand = row.record, row.demand
+            if record.id in seen or not record.executable:
+                raise ContractViolation(f"request {record.id} is {record.status.value}, or twice in one step")
+            seen.add(record.id)
+            remaining = record.history.length - demand.committed
+            if not 1 <= row.count <= remaining or demand.target != demand.committed + row.count:
+                raise ContractViolation(f"request {record.id}: {row.count} tokens planned, {remaining} remain")
+            if row.offset != offset:
+                raise ContractViolation(f"request {record.id}: its tokens start at {row.offset}, not at {offset}")
+            offset += row.count
+        if offset != self.token_count:
+            raise ContractViolation(f"{self.token_count} tokens planned, the rows have {offset}")
 
     @property
     def graph_capture_eligible(self) -> bool:
