@@ -15,20 +15,26 @@ from collections.abc import Sequence
 
 from engine_actor.decoding.decoder import Decoder, PoolGeometry
 from engine_actor.decoding.packing import StepPacker
-from engine_actor.errors import EngineUnhealthy, ExecutionMemoryExceeded, InvalidOption, RetryableStepError
+from engine_actor.errors import (
+    ContractViolation,
+    EngineUnhealthy,
+    ExecutionMemoryExceeded,
+    InvalidOption,
+    RetryableStepError,
+)
 from engine_actor.events import EngineEvent, ErrorCode, EventBuffer, EventFlags, EventQueue
 from engine_actor.invariants import check_requests
 from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
-from engine_actor.options import EngineConfig, Numerics, RequestOptions
+from engine_actor.options import EngineConfig, Numerics, RequestOptions, require_integer
 from engine_actor.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.scheduling.preemption import choose_victim
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
-from engine_actor.transaction import StepTransaction
+from engine_actor.transaction import Phase, StepTransaction
 
 
 class Engine:
@@ -87,6 +93,7 @@ class Engine:
         return 0 if table is None else table.count
 
     def create_event_buffer(self, capacity: int) -> EventBuffer:
+        self._lifecycle.check_call()
         return EventBuffer(self, capacity)
 
     def has_pending_requests(self) -> bool:
@@ -101,34 +108,42 @@ class Engine:
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
-    def run(self, target: int | EventBuffer) -> Sequence[EngineEvent]:
-        """Drains committed events, else executes one transaction and drains its events; at most `target` of them,
-        the rest is kept for the next calls. With a buffer, the events are also lent out through it (F061 to F066).
+    def run(self, max_events: int | EventBuffer) -> Sequence[EngineEvent]:
+        """Drains committed events, else executes one transaction and drains its events; at most `max_events` of them,
+        the rest is kept for the next calls. With a buffer, whose capacity is then the limit, the events are also lent
+        out through it (F061 to F066).
 
         Raises EngineUnhealthy after a fatal error, once its events are drained.
         """
         self._lifecycle.check_call()
-        if isinstance(target, EventBuffer):
-            target.check_bound_to(self)
-            target.invalidate()
-            capacity = target.capacity
-        else:
-            capacity = target
-        if capacity == 0 or not len(self._events):
-            self._raise_if_unhealthy()
+        buffer = max_events if isinstance(max_events, EventBuffer) else None
+        if buffer is not None:
+            buffer.check_bound_to(self)
+            buffer.invalidate()
+        capacity = buffer.capacity if buffer is not None else max_events
+        require_integer("max_events", capacity, 0)
+        assert isinstance(capacity, int)
         if capacity == 0:
+            self._raise_if_unhealthy()
             return []
         self._lifecycle.reclaim_abandoned()
         if not len(self._events):
+            self._raise_if_unhealthy()
             self._transact()
         events = self._events.drain(capacity)
-        if isinstance(target, EventBuffer):
-            target.refill(events)
+        if buffer is not None:
+            buffer.refill(events)
         return events
 
     def _transact(self) -> None:
         started = time.perf_counter()
-        plan = self._plan()
+        try:
+            plan = self._plan()
+        except MemoryError:  # nothing has changed, and a later call may succeed (F123)
+            raise
+        except Exception as cause:
+            self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
+            return
         if not plan.executable:
             self._report(plan, plan.outcome, started)
             return
@@ -154,8 +169,12 @@ class Engine:
                     f"{record.history.length} tokens need {need} blocks, the pool has {self.config.num_blocks}",
                 )
             if plan.executable or plan.outcome is not StepOutcome.CAPACITY_DEFERRED:
+                if not plan.executable and plan.outcome is StepOutcome.COMMITTED:
+                    raise ContractViolation("a plan without rows claims to be executable")
+                self.metrics.capacity_deferrals += bool(plan.deferrals)
                 return plan
             if not self._preempt():
+                self.metrics.capacity_deferrals += 1
                 self._block(plan)
                 return plan
 
@@ -178,55 +197,59 @@ class Engine:
         except Exception as cause:
             self.metrics.reservation_failures += 1
             return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
-        decoded = False
         try:
             step.checkpoint()
             step.execute()
-            decoded = True
             step.sample()
-        except Exception as cause:
-            return self._abort(step, cause, decoded)
-        except BaseException:  # Ctrl-C on the owner thread: nothing of the step remains
-            step.roll_back()
-            raise
-        try:
             step.prepare()
-        except Exception as cause:
-            step.roll_back()
-            return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
+        except BaseException as cause:
+            outcome = self._abort(step, cause)
+            if not isinstance(cause, Exception):
+                raise
+            return outcome
         try:
             step.commit()
             self._count(step.plan)
-            step.publish_events(self._events)
+            step.publish_events()
             self._scheduler.note_committed(step.plan)
             step.share_full_blocks()
-        except Exception as cause:
-            return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
+        except BaseException as cause:
+            outcome = self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
+            step.abandon()
+            if not isinstance(cause, Exception):
+                raise
+            return outcome
         return StepOutcome.COMMITTED
 
     # -- when a step does not commit ---------------------------------------------------------------------------------
 
-    def _abort(self, step: StepTransaction, cause: Exception, decoded: bool) -> StepOutcome:
+    def _abort(self, step: StepTransaction, cause: BaseException) -> StepOutcome:
         """Rolls a step back. What comes next depends on the cause: try again, wait for memory, or stop."""
+        failed_in = step.phase
         self.metrics.rollbacks += 1
         try:
             step.roll_back()
         except Exception as second:
-            return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, second)
+            outcome = self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, second)
+            step.abandon()
+            return outcome
+        if not isinstance(cause, Exception):  # Ctrl-C on the owner thread: nothing of the step remains
+            return StepOutcome.RETRYABLE_BATCH_ABORT
+        if failed_in is Phase.PREPARE:
+            return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
         if is_memory_exhaustion(cause):
             self.metrics.capacity_aborts += 1
-            self._push_engine_event(EventFlags.CAPACITY_BLOCKED, ErrorCode.EXECUTION_MEMORY, cause)
-            return StepOutcome.EXECUTION_CAPACITY_EXCEEDED
-        if isinstance(cause, RetryableStepError) or decoded:
+            outcome = StepOutcome.EXECUTION_CAPACITY_EXCEEDED
+            return self._report_abort(EventFlags.CAPACITY_BLOCKED, ErrorCode.EXECUTION_MEMORY, outcome, cause)
+        if isinstance(cause, RetryableStepError) or failed_in is Phase.SAMPLE:
             self.metrics.retryable_aborts += 1
-            self.metrics.post_processing_aborts += decoded
-            self._push_engine_event(EventFlags.RETRYABLE, ErrorCode.RETRYABLE, cause)
-            return StepOutcome.RETRYABLE_BATCH_ABORT
+            self.metrics.post_processing_aborts += failed_in is Phase.SAMPLE
+            outcome = StepOutcome.RETRYABLE_BATCH_ABORT
+            return self._report_abort(EventFlags.RETRYABLE, ErrorCode.RETRYABLE, outcome, cause)
         return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
 
     def _block(self, plan: StepPlan) -> None:
         """All work waits for memory that dormant requests hold: said once a call, never mistaken for no work (F117)."""
-        self.metrics.capacity_deferrals += 1
         blocks = max(deferral.missing_blocks for deferral in plan.deferrals)
         slots = max(deferral.missing_slots for deferral in plan.deferrals)
         self._events.push(
@@ -242,25 +265,22 @@ class Engine:
         """Fail-stop: every running or waiting turn ends as failed, and the error is kept for every later call."""
         self.metrics.fatal_execution_failures += 1
         message = f"{outcome.value} in transaction {self._transaction_id}. Cause: {type(cause).__name__}: {cause}"
-        if self._lifecycle.fatal is None:
-            self._lifecycle.fatal = EngineUnhealthy(message)
-            self._lifecycle.fatal.__cause__ = cause
-        affected = [record for record in self._lifecycle.records.values() if record.executable]
-        for record in affected:
-            self._lifecycle.finish_turn(record, FinishReason.FAILED, ErrorCode.FATAL, message)
-        if not affected:
+        error = EngineUnhealthy(message)
+        error.__cause__ = cause
+        if not self._lifecycle.stop(error):
             self._events.push(
                 EngineEvent(EventFlags.FAILED, error_code=ErrorCode.FATAL, message=message, outcome=outcome)
             )
         return outcome
 
-    def _push_engine_event(self, flags: EventFlags, code: int, cause: BaseException) -> None:
-        message = f"transaction {self._transaction_id} was rolled back. Cause: {type(cause).__name__}: {cause}"
-        self._events.push(EngineEvent(flags, error_code=code, message=message))
+    def _report_abort(self, flags: EventFlags, code: int, outcome: StepOutcome, cause: BaseException) -> StepOutcome:
+        message = f"{outcome.value} in transaction {self._transaction_id}. Cause: {type(cause).__name__}: {cause}"
+        self._events.push(EngineEvent(flags, error_code=code, message=message, outcome=outcome))
+        return outcome
 
     def _raise_if_unhealthy(self) -> None:
         if self._lifecycle.fatal is not None:
-            raise self._lifecycle.fatal
+            raise self._lifecycle.fatal.with_traceback(None)  # the same error each time, and nothing piles up
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
@@ -285,6 +305,7 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the memory and requests of this moment, derived from the live objects."""
+        self._lifecycle.check_call()
         cache = self._cache.stats()
         records = self._lifecycle.records.values()
         return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
@@ -88,9 +89,13 @@ class EventBuffer:
         if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
             raise InvalidCall(f"an event buffer's capacity must be an integer >= 0, not {capacity!r}")
         self._engine = weakref.ref(engine)
-        self.capacity = capacity
+        self._capacity = capacity
         self.generation = 0
         self._events: list[EngineEvent] = []
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
 
     def __len__(self) -> int:
         return len(self._events)
@@ -102,8 +107,8 @@ class EventBuffer:
         if self._engine() is not engine:
             raise InvalidCall("this event buffer belongs to another engine, or to one that is gone")
 
-    def refill(self, events: list[EngineEvent]) -> None:
-        self._events = events
+    def refill(self, events: Sequence[EngineEvent]) -> None:
+        self._events = list(events)
 
     def invalidate(self) -> None:
         """Every view borrowed so far becomes unreadable."""
@@ -120,14 +125,13 @@ class EventQueue:
     def __len__(self) -> int:
         return len(self._events)
 
-    def publish(self, staged: deque[EngineEvent]) -> None:
-        """Takes over a step's events: a step runs only when all is drained, so this is an assignment unless the
-        same step also ended requests that can never fit."""
-        if self._events:
-            self._events.extend(staged)
-        else:
-            self._events = staged
-        for event in staged:
+    def stage(self, events: Sequence[EngineEvent]) -> deque[EngineEvent]:
+        """The queue as it will be after `events`, so that publishing them is one assignment."""
+        return deque([*self._events, *events])
+
+    def publish(self, staged: deque[EngineEvent], events: Sequence[EngineEvent]) -> None:
+        self._events = staged
+        for event in events:
             if event.record is not None:
                 event.record.pending_events += 1
 

@@ -6,6 +6,7 @@ Requests wait in one of two places: residents (they own memory; the cache knows 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from engine_actor.errors import (
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags, EventQueue
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.options import RequestOptions, TurnOptions
-from engine_actor.request import FinishReason, Request, RequestRecord, RequestStatus
+from engine_actor.request import FinishReason, Request, RequestRecord, RequestStatus, TokenHistory
 
 LAST_TURN_ID = 2**64 - 1
 
@@ -85,7 +86,7 @@ class Lifecycle:
     def begin_turn(self, record: RequestRecord, tokens: Sequence[int], options: TurnOptions) -> int:
         self.check_call()
         if self.fatal is not None:
-            raise self.fatal
+            raise self.fatal.with_traceback(None)
         if record.status is RequestStatus.CLOSED:
             raise InvalidCall("a closed request cannot begin a turn")
         self._check_own(record)
@@ -96,12 +97,8 @@ class Lifecycle:
             raise InvalidCall(f"{record.pending_events} events of turn {record.turn_id} are not drained yet")
         if record.turn_id == LAST_TURN_ID:
             raise InvalidCall("this request has used up its turn ids; create a new one")
-        added = [int(token) for token in tokens]
-        self._check_tokens(record, added)
+        added = self._checked_tokens(record, tokens)
         self._append(record, added)
-        resident = self.cache.table(record.id) is not None
-        if not resident:
-            self.queue[record.id] = record
         record.status = RequestStatus.ASSIGNED
         record.turn_id += 1
         record.turn_options = options
@@ -111,6 +108,7 @@ class Lifecycle:
         record.prompt_boundary = record.history.length
         record.finish_reason = None
         record.admitted = False
+        record.match_cache = None
         record.passed_over = record.overtaken = record.preemptions = 0
         record.submitted = self._next_submission
         self._next_submission += 1
@@ -157,7 +155,7 @@ class Lifecycle:
         twin.processed = min(record.processed, record.history.length - 1)
         twin.prompt_boundary = record.prompt_boundary
         if twin.processed:
-            self.cache.fork(record.id, twin.id, twin.processed)
+            twin.processed = self.cache.fork(record.id, twin.id, twin.processed)
         twin.status = RequestStatus.TURN_COMPLETE
         return child
 
@@ -181,6 +179,16 @@ class Lifecycle:
         if reason is FinishReason.FAILED:
             flags |= EventFlags.FAILED
         self.events.push(EngineEvent(flags, record, record.turn_id, None, reason, record.usage(), error_code, message))
+
+    def stop(self, error: EngineUnhealthy) -> bool:
+        """Fail-stop: the first error is kept for every later call, and every running or waiting turn ends as failed.
+        Returns whether there was one (F175, F177)."""
+        if self.fatal is None:
+            self.fatal = error
+        affected = [record for record in self.records.values() if record.executable]
+        for record in affected:
+            self.finish_turn(record, FinishReason.FAILED, ErrorCode.FATAL, str(error))
+        return bool(affected)
 
     def preempt(self, record: RequestRecord) -> None:
         """Takes the memory of a running request; its tokens stay, and it is computed again from the queue's front."""
@@ -212,7 +220,11 @@ class Lifecycle:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _check_tokens(self, record: RequestRecord, added: list[int]) -> None:
+    def _checked_tokens(self, record: RequestRecord, tokens: Sequence[int]) -> list[int]:
+        try:
+            added = [operator.index(token) for token in tokens]
+        except TypeError:
+            raise InvalidOption("tokens", tokens, "integers") from None
         if not added:
             raise InvalidOption("tokens", [], "at least one token")
         if min(added) < 0 or max(added) >= self.vocab_size:
@@ -220,20 +232,29 @@ class Lifecycle:
             raise InvalidOption("tokens", wrong, f"token ids from 0 to {self.vocab_size - 1}")
         if len(added) >= record.max_total - record.history.length:
             raise ContextLengthExceeded(record.history.length, len(added), record.max_total)
+        return added
 
     def _append(self, record: RequestRecord, added: list[int]) -> None:
+        """Takes the input in and, for a request without memory, a place in the queue: both or neither (F020)."""
         length = record.history.length
         try:
+            if self.cache.table(record.id) is None:
+                self.queue[record.id] = record
             record.history.extend(added)
+        except BaseException:
+            self._undo_append(record, length)
+            raise
+
+    def _undo_append(self, record: RequestRecord, length: int) -> None:
+        try:
+            self.queue.pop(record.id, None)
+            record.history.truncate(length)
         except BaseException as cause:
-            try:
-                record.history.truncate(length)
-            except BaseException as second:
-                # The sequence is no longer known: the request is lost, and the engine cannot vouch for itself (F046).
-                self._discard(record)
-                self.fatal = EngineUnhealthy(f"a failed append could not be undone. Cause: {second}")
-                raise self.fatal from second
-            raise cause
+            # The sequence is no longer known: the request is lost, and the engine cannot vouch for itself (F046).
+            error = EngineUnhealthy(f"a failed append could not be undone. Cause: {type(cause).__name__}: {cause}")
+            self._discard(record)
+            self.stop(error)
+            raise error from cause
 
     def _discard(self, record: RequestRecord) -> None:
         self.events.purge(record)
@@ -242,5 +263,5 @@ class Lifecycle:
             self.cache.remove(record.id)
         del self.records[record.id]
         record.status = RequestStatus.CLOSED
-        record.history.truncate(0)
+        record.history = TokenHistory()
         record.processed = 0

@@ -170,7 +170,7 @@ class Request:
         return self._lifecycle.begin_turn(self._record, tokens, options or TurnOptions())
 
     def cancel_turn(self, turn_id: int) -> bool:
-        """Ends the running turn of this id, keeping all committed tokens; False for an id that is not running (F035)."""
+        """Ends the running turn of this id, keeping what was committed; False for an id that is not running (F035)."""
         return self._lifecycle.cancel_turn(self._record, turn_id)
 
     def rewind(self, length: int) -> None:

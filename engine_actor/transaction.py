@@ -17,16 +17,31 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.packing import StepPacker
-from engine_actor.events import EngineEvent, ErrorCode, EventFlags, EventQueue
+from engine_actor.errors import ContractViolation
+from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.reservation import Reservation
 from engine_actor.request import FinishReason, RequestRecord, RequestStatus, Usage
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
+
+
+class Phase(IntEnum):
+    """The last phase that was begun. They come in this order, each once."""
+
+    PLANNED = 0
+    RESERVE = 1
+    CHECKPOINT = 2
+    DECODE = 3
+    SAMPLE = 4
+    PREPARE = 5
+    COMMIT = 6
+    ROLLED_BACK = 7
 
 
 @dataclass(slots=True)
@@ -50,6 +65,7 @@ class StepTransaction:
         eos_token_ids: frozenset[int],
     ) -> None:
         self.plan = plan
+        self.phase = Phase.PLANNED
         self.decoder_seconds = 0.0
         self._lifecycle = lifecycle
         self._decoder = decoder
@@ -59,20 +75,25 @@ class StepTransaction:
         self._reservation: Reservation | None = None
         self._logits: Any = None
         self._staged: list[StagedRow] = []
-        self._events: deque[EngineEvent] = deque()
+        self._events: list[EngineEvent] = []
+        self._queue_after: deque[EngineEvent] = deque()
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
     def reserve(self) -> None:
+        self.plan.check()
+        self._begin(Phase.RESERVE)
         self._reservation = self._lifecycle.cache.reserve([row.demand for row in self.plan.rows])
 
     def checkpoint(self) -> None:
+        self._begin(Phase.CHECKPOINT)
         for row in self.plan.rows:
             if row.samples:
                 row.record.history.stage()
 
     def execute(self) -> None:
         """pack, decode."""
+        self._begin(Phase.DECODE)
         assert self._reservation is not None
         packed = self._packer.pack(self.plan, self._reservation)
         started = time.perf_counter()
@@ -80,33 +101,54 @@ class StepTransaction:
         self.decoder_seconds = time.perf_counter() - started
 
     def sample(self) -> None:
+        self._begin(Phase.SAMPLE)
         sampling = [row for row in self.plan.rows if row.samples]
         rows = [SampleRow(r.record.turn_options.sampling, r.record.history.length) for r in sampling]
         tokens = iter(self._sampler.sample(self._logits, rows))
         self._staged = [self._stage(row, next(tokens)) if row.samples else StagedRow(row) for row in self.plan.rows]
 
     def prepare(self) -> None:
+        self._begin(Phase.PREPARE)
         assert self._reservation is not None
-        self._events.extend(event for event in map(self._event, self._staged) if event is not None)
+        self._events = [event for event in map(self._event, self._staged) if event is not None]
+        self._queue_after = self._lifecycle.events.stage(self._events)
         self._reservation.validate(self._boundaries())
 
     def commit(self) -> None:
+        self._begin(Phase.COMMIT)
         assert self._reservation is not None
         self._reservation.commit(self._boundaries())
         for staged in self._staged:
             self._publish(staged)
 
-    def publish_events(self, events: EventQueue) -> None:
-        events.publish(self._events)
+    def publish_events(self) -> None:
+        self._lifecycle.events.publish(self._queue_after, self._events)
 
     def roll_back(self) -> None:
-        """Undoes checkpoint and reservation; both are tried even if the first fails (F163)."""
+        """Undoes checkpoint and reservation; both are tried even if the first fails (F163). Does nothing the second
+        time; a step that began to commit is never undone (F178)."""
+        if self.phase is Phase.ROLLED_BACK:
+            return
+        if self.phase is Phase.COMMIT:
+            raise ContractViolation("a step that began to commit cannot be rolled back")
+        self.phase = Phase.ROLLED_BACK
         try:
             for row in self.plan.rows:
                 row.record.history.unstage()
         finally:
             if self._reservation is not None:
                 self._reservation.release()
+
+    def abandon(self) -> None:
+        """After a failure inside commit or rollback: nothing more is undone, but what each row holds can still be given
+        back by closing its request (F176)."""
+        if self._reservation is not None:
+            self._reservation.abandon()
+
+    def _begin(self, phase: Phase) -> None:
+        if phase != self.phase + 1:
+            raise ContractViolation(f"{phase.name.lower()} cannot follow {self.phase.name.lower()} in a step")
+        self.phase = phase
 
     # -- one row ------------------------------------------------------------------------------------------------------
 

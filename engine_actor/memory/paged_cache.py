@@ -123,6 +123,9 @@ class PagedCache:
             if demand.target < demand.committed:
                 raise ContractViolation(f"request {name}: target {demand.target} < committed {demand.committed}")
 
+    def is_live(self, reservation: Reservation) -> bool:
+        return self._live is reservation
+
     def end_reservation(self, reservation: Reservation) -> None:
         assert self._live is reservation
         self._live = None

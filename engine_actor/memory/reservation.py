@@ -113,6 +113,16 @@ class Reservation:
                 self._cache.pool.free([row.copy[0]])
         self._cache.end_reservation(self)
 
+    def abandon(self) -> None:
+        """After a failure inside `commit` or `release`: nothing more is undone. What a row holds stays in its table, so
+        that removing the request gives it back (F176). Does nothing if the step has ended."""
+        if not self._cache.is_live(self):
+            return
+        for row in self.rows:
+            row.table.count = len(row.table.blocks)
+            row.table.resident = True
+        self._cache.end_reservation(self)
+
     def release(self) -> None:
         """Gives everything back; the tables are what they were. Does nothing the second time (F143, F144)."""
         if self.state is ReservationState.RELEASED:
