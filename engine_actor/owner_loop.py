@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine_actor.engine import Engine
-from engine_actor.errors import ContextLengthExceeded, EngineError
+from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy
 from engine_actor.events import EngineEvent, EventFlags
 from engine_actor.outcomes import StepOutcome
 from engine_actor.request import FinishReason
@@ -245,6 +245,8 @@ class OwnerLoop:
         except ContextLengthExceeded as error:
             length = error.current + error.added
             self._refuse(turn, RefusalCode.CONTEXT_LENGTH, str(error), length, error.limit)
+        except EngineUnhealthy as error:
+            self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {error}")
         except EngineError as error:
             self._refuse(turn, RefusalCode.INVALID, str(error))
         else:
