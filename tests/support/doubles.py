@@ -6,11 +6,15 @@ the block table and reads them back through it, so that wrong wiring changes tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
+from engine_actor.engine import Engine
+from engine_actor.events import EngineEvent
+from engine_actor.options import EngineConfig, FairnessBounds
+from engine_actor.request import Request
 
 POISON = -(10**9)
 
@@ -26,7 +30,8 @@ class SyntheticDecoder:
     def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096) -> None:
         self.manifest = DecoderManifest(vocab, context, frozenset({eos}), PagedState((0,), 1, 1, 8))
         self.steps: list[PackedStep] = []
-        self.fail_next: Callable[[], Exception] | None = None
+        self.fail_next: Callable[[], BaseException] | None = None  # raised once, after the step's writes
+        self.fail_before: Callable[[], BaseException] | None = None  # raised once, before anything is written
         self.choose: Callable[[list[int]], int] = lambda sequence: next_token(sequence, vocab)
 
     def allocate(self, pools: PoolGeometry) -> None:
@@ -35,6 +40,9 @@ class SyntheticDecoder:
 
     def forward(self, step: PackedStep) -> np.ndarray:
         self.steps.append(step)
+        if self.fail_before is not None:
+            fail, self.fail_before = self.fail_before, None
+            raise fail()
         for source, destination in step.block_copies:
             self.cache[destination] = self.cache[source]
         logits = {}
@@ -56,8 +64,13 @@ class SyntheticDecoder:
             raise fail()
         out = np.zeros((len(step.logits_rows), self.manifest.vocab_size), np.float32)
         for i, wanted in enumerate(step.logits_rows):
-            out[i, self.choose(logits[int(wanted)])] = 100.0
+            out[i] = self.row_logits(logits[int(wanted)])
         return out
+
+    def row_logits(self, sequence: list[int]) -> np.ndarray:
+        row = np.zeros(self.manifest.vocab_size, np.float32)
+        row[self.choose(sequence)] = 100.0
+        return row
 
     allows_block_zero = True
 
@@ -77,3 +90,77 @@ def solo(prompt: list[int], count: int, vocab: int = 64, eos: int = 1) -> list[i
         sequence.append(token)
         out.append(token)
     return out
+
+
+P10, P20, P30 = [4, 5, 6], [6, 7, 8], [8, 9, 10]
+
+
+class ForcedDecoder(SyntheticDecoder):
+    """Answers what a test forces: always the same token, or a list of tokens, one for each row that is sampled.
+
+    Vocabulary 32, EOS 1, context 128.
+    """
+
+    def __init__(self, forced: int | list[int] = 5, context: int = 128) -> None:
+        super().__init__(vocab=32, eos=1, context=context)
+        self.force(forced)
+
+    def force(self, forced: int | list[int]) -> None:
+        if isinstance(forced, int):
+            self.choose = lambda _: forced
+        else:
+            script = iter(forced)
+            self.choose = lambda _: next(script)
+
+    @property
+    def decode_calls(self) -> int:
+        return len(self.steps)
+
+    def packed_counts(self) -> list[list[int]]:
+        """Tokens of each row, step by step."""
+        return [np.diff(step.cumulative_sequence_lengths).tolist() for step in self.steps]
+
+
+class MixingDecoder(SyntheticDecoder):
+    """Its logits depend on every token of the sequence and on their order, and are never one-sided, so that sampling has
+    a choice: whatever wrong row is read, the answer changes."""
+
+    def row_logits(self, sequence: list[int]) -> np.ndarray:
+        return mixing_logits(sequence, self.manifest.vocab_size)
+
+
+def mixing_logits(sequence: list[int], vocab: int) -> np.ndarray:
+    state = 7
+    for token in sequence:
+        state = (state * 31 + token + 1) % 10007
+    row = np.zeros(vocab, np.float32)
+    row[(state // 3) % vocab] = 9.5
+    row[state % vocab] = 10.0
+    return row
+
+
+def build_engine(decoder: SyntheticDecoder, **config: object) -> Engine:
+    """An engine for tests: blocks of 4, room for 128 blocks, 8 rows, S0's order and nothing shared, unless stated."""
+    defaults: dict[str, object] = {
+        "num_blocks": 128,
+        "block_size": 4,
+        "max_batch_size": 8,
+        "fairness": FairnessBounds.off(),
+        "prefix_reuse": False,
+    }
+    return Engine(decoder, EngineConfig(**{**defaults, **config}))  # type: ignore[arg-type]
+
+
+def run_out(engine: Engine, capacity: int = 64, limit: int = 2000) -> list[EngineEvent]:
+    """Runs until nothing is pending; the engine's invariants are checked after each call."""
+    events: list[EngineEvent] = []
+    for _ in range(limit):
+        if not engine.has_pending_requests():
+            return events
+        events += engine.run(capacity)
+        engine.check_integrity()
+    raise AssertionError(f"work is still pending after {limit} runs")
+
+
+def tokens_of(events: Sequence[EngineEvent], request: Request) -> list[int]:
+    return [e.token for e in events if e.request_id == request.id and e.token is not None]
