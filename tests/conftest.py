@@ -7,6 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.local_ray import prepare_environment
+
+pytest_plugins = ["tests.support.parity"]
+
+# Before torch and transformers are imported. Idle OpenMP threads must not spin: suites share their cores.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"
+prepare_environment()
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
