@@ -1,0 +1,120 @@
+"""The engine alone, on a real model: decode and prefill throughput, TTFT, and the share of a step outside the decoder.
+
+    python -m tests.benchmarks.bench_engine --model PATH [--threads 2] [--dtype bfloat16] [--context 200] [--new 32]
+
+Prints one table. Times are wall time on this machine; compare figures of one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from engine_actor.decoding.torch_decoder import TorchDecoder
+from engine_actor.engine import Engine
+from engine_actor.events import EventFlags
+from engine_actor.memory.block_table import blocks_for
+from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+
+MAX_EVENTS = 4096
+
+
+def finish_prefill(engine: Engine, rows: int) -> None:
+    seen = 0
+    while seen < rows:
+        seen += sum(bool(event.flags & EventFlags.TOKEN) for event in engine.run(MAX_EVENTS))
+
+
+def decode(
+    engine: Engine, vocab: int, rows: int, context: int, new: int, sampling: SamplingParams
+) -> tuple[float, float]:
+    """(tokens/s, share of a step outside the decoder) of steps in which all rows decode."""
+    rng = random.Random(rows)
+    requests = [engine.create_request() for _ in range(rows)]
+    options = TurnOptions(new + 2, sampling, ignore_eos=True)
+    for request in requests:
+        request.begin_turn([rng.randrange(100, vocab) for _ in range(context)], options)
+    finish_prefill(engine, rows)
+    steps, outside, tokens = [], [], 0
+    for _ in range(new):
+        started = time.perf_counter()
+        tokens += len(engine.run(MAX_EVENTS))
+        steps.append(time.perf_counter() - started)
+        outside.append(1 - engine.last_report.decoder_seconds / steps[-1])
+    for request in requests:
+        request.close()
+    return tokens / sum(steps), statistics.median(outside)
+
+
+def prefill(engine: Engine, vocab: int, length: int) -> tuple[float, float]:
+    """(tokens/s, TTFT in seconds) of one prompt on an idle engine."""
+    rng = random.Random(length)
+    request = engine.create_request()
+    started = time.perf_counter()
+    request.begin_turn([rng.randrange(100, vocab) for _ in range(length)], TurnOptions(1, ignore_eos=True))
+    finish_prefill(engine, 1)
+    seconds = time.perf_counter() - started
+    request.close()
+    return length / seconds, seconds
+
+
+def continuation(engine: Engine, vocab: int, history: int, new: int) -> tuple[float, float]:
+    """TTFT of a turn of `new` tokens on a history of `history`, and TTFT of the same `new` tokens alone."""
+    rng = random.Random(history)
+    request = engine.create_request()
+    request.begin_turn([rng.randrange(100, vocab) for _ in range(history)], TurnOptions(1, ignore_eos=True))
+    finish_prefill(engine, 1)
+    tokens = [rng.randrange(100, vocab) for _ in range(new)]
+    times = []
+    for target in (request, engine.create_request()):
+        started = time.perf_counter()
+        target.begin_turn(tokens, TurnOptions(1, ignore_eos=True))
+        finish_prefill(engine, 1)
+        times.append(time.perf_counter() - started)
+        target.close()
+    return times[0], times[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--new", type=int, default=32, help="decode steps measured at each batch size")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    started = time.perf_counter()
+    decoder = TorchDecoder.load(args.model, dtype=args.dtype)
+    loaded = time.perf_counter() - started
+    blocks = 34 * blocks_for(args.context + args.new + 4, 16) + 160
+    engine = Engine(decoder, EngineConfig(blocks, prefix_reuse=False, max_batch_size=32))
+    vocab = decoder.manifest.vocab_size
+    print(f"{args.model}, {args.dtype}, {args.threads} threads, context {args.context}; loaded in {loaded:.1f} s")
+    print(f"{'':24}{'tokens/s':>10}{'outside decoder':>18}")
+    decode(engine, vocab, 2, 20, 3, SamplingParams())  # warm-up
+    for rows in (1, 8, 32):
+        speed, outside = decode(engine, vocab, rows, args.context, args.new, SamplingParams())
+        print(f"{f'decode, {rows} rows':24}{speed:10.1f}{outside:18.1%}")
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=1)
+    speed, outside = decode(engine, vocab, 32, args.context, args.new, sampled)
+    print(f"{'decode, 32 rows, sampled':24}{speed:10.1f}{outside:18.1%}")
+    for length in (128, 512):
+        speed, seconds = prefill(engine, vocab, length)
+        print(f"{f'prefill, {length} tokens':24}{speed:10.1f}    TTFT {seconds * 1e3:.0f} ms")
+    resident, alone = continuation(engine, vocab, 1000, 64)
+    print(
+        f"64 new tokens after 1000: TTFT {resident * 1e3:.0f} ms; alone: {alone * 1e3:.0f} ms; "
+        f"ratio {resident / alone:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
