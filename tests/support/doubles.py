@@ -122,8 +122,8 @@ class ForcedDecoder(SyntheticDecoder):
 
 
 class MixingDecoder(SyntheticDecoder):
-    """Its logits depend on every token of the sequence and on their order, and are never one-sided, so that sampling has
-    a choice: whatever wrong row is read, the answer changes."""
+    """Its logits depend on every token of the sequence and on their order: whatever wrong row is read, the answer
+    changes. Two tokens are likely, so that sampling has a choice."""
 
     def row_logits(self, sequence: list[int]) -> np.ndarray:
         return mixing_logits(sequence, self.manifest.vocab_size)

@@ -1,0 +1,311 @@
+"""The whole engine under random calls, against a model that knows only what each sequence must say.
+
+Pools are tiny, so that deferral, eviction, preemption, sharing and copies happen all the time. The oracle of a token is
+the sampler on the logits of the request's own sequence, alone: whatever happened around it must not show.
+
+`HYPOTHESIS_PROFILE=thorough` runs 10,000 examples.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_actor.engine import Engine
+from engine_actor.errors import ContextLengthExceeded, InvalidCall, RetryableStepError
+from engine_actor.events import EngineEvent, ErrorCode, EventFlags
+from engine_actor.memory.block_table import blocks_for
+from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, SamplingParams, TurnOptions
+from engine_actor.request import FinishReason, Request, RequestStatus
+from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
+from tests.support.doubles import MixingDecoder, mixing_logits
+
+VOCAB, EOS, CONTEXT = 12, 1, 40
+RUNS_TO_FINISH = 3000
+
+settings.register_profile("ci", max_examples=200, stateful_step_count=40, deadline=None)
+settings.register_profile("thorough", max_examples=10_000, stateful_step_count=40, deadline=None)
+PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+SAMPLED = SamplingParams(temperature=1.0, seed=99)
+prompts = st.lists(st.sampled_from([2, 3]), min_size=1, max_size=11)
+configs = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(4, 12),
+        "block_size": st.integers(2, 4),
+        "max_residents": st.integers(2, 6),
+        "max_batch_size": st.integers(1, 6),
+        "max_scheduled_tokens": st.integers(1, 12),
+        "chunk_size": st.sampled_from([0, 1, 3]),
+        "preemption": st.booleans(),
+        "max_preemptions": st.integers(0, 2),
+        "prefix_reuse": st.booleans(),
+        "fairness": st.sampled_from([FairnessBounds.off(), FairnessBounds(), FairnessBounds(1, 0.5, 0)]),
+        "block_order": st.sampled_from(["fifo", "lowest"]),
+    }
+)
+
+
+def oracle(sequence: list[int], sampling: SamplingParams) -> int:
+    logits = mixing_logits(sequence, VOCAB)[None]
+    [token] = BatchedSampler().sample(logits, [SampleRow(sampling, len(sequence))])
+    assert token is not None
+    return token
+
+
+@dataclass
+class Expected:
+    """What the model knows of one request. `tokens` grows as events are drained."""
+
+    handle: Request
+    tokens: list[int] = field(default_factory=list)
+    limit: int = CONTEXT
+    options: TurnOptions = TurnOptions()
+    turn: int = 0
+    open_turn: bool = False
+    generated: int = 0
+    prompt: int = 0
+    cancelled: bool = False
+
+    def take(self, event: EngineEvent, config: EngineConfig) -> None:
+        assert self.open_turn, "an event of a turn that has ended"
+        assert event.turn_id == self.turn
+        if event.token is not None:
+            assert EventFlags.TOKEN in event.flags
+            assert event.token == oracle(self.tokens, self.options.sampling)
+            self.tokens.append(event.token)
+            self.generated += 1
+        if EventFlags.TURN_FINISHED in event.flags:
+            self.open_turn = False
+            usage = event.usage
+            assert usage is not None and (usage.prompt_tokens, usage.generated_tokens) == (self.prompt, self.generated)
+            self._check_reason(event, config)
+
+    def _check_reason(self, event: EngineEvent, config: EngineConfig) -> None:
+        reason = event.finish_reason
+        if reason is FinishReason.CANCELLED:
+            assert self.cancelled
+        elif reason is FinishReason.FAILED:
+            assert event.error_code == ErrorCode.UNSERVICEABLE
+            assert blocks_for(len(self.tokens), config.block_size) > config.num_blocks
+        elif event.token is None:
+            token = oracle(self.tokens, self.options.sampling)
+            assert reason is (FinishReason.EOS if token == EOS else FinishReason.STOP_SEQUENCE)
+            assert token == EOS or token in self.options.stop_token_ids
+        elif len(self.tokens) == self.limit:
+            assert reason is FinishReason.MAX_SESSION_TOKENS
+        else:
+            assert reason is FinishReason.MAX_GENERATED_TOKENS
+            assert self.generated == self.options.max_generated_tokens
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(values=configs)
+    def build(self, values: dict[str, object]) -> None:
+        self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
+        self.decoder = MixingDecoder(VOCAB, EOS, CONTEXT)
+        self.engine = Engine(self.decoder, self.config)
+        self.known: dict[int, Expected] = {}
+        self.blocked_runs = 0
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.known) < 8)
+    @rule(salt=st.sampled_from([b"", b"other"]), session=st.sampled_from([0, 0, 14]))
+    def create(self, salt: bytes, session: int) -> None:
+        handle = self.engine.create_request(RequestOptions(session, salt))
+        self.known[handle.id] = Expected(handle, limit=session or CONTEXT)
+
+    @precondition(lambda self: self.known)
+    @rule(
+        data=st.data(),
+        prompt=prompts,
+        limit=st.sampled_from([0, 1, 2, 5]),
+        sampled=st.booleans(),
+        stops=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, 1]),
+    )
+    def begin(
+        self, data: st.DataObject, prompt: list[int], limit: int, sampled: bool, stops: bool, priority: int
+    ) -> None:
+        expected = self._pick(data)
+        options = TurnOptions(
+            max_generated_tokens=limit,
+            sampling=SAMPLED if sampled else SamplingParams(),
+            stop_token_ids=frozenset({7}) if stops else frozenset(),
+            priority=priority,
+        )
+        before = expected.handle.tokens
+        try:
+            turn = expected.handle.begin_turn(prompt, options)
+        except InvalidCall:
+            assert expected.open_turn, "refused although the turn has ended and its events are drained"
+        except ContextLengthExceeded:
+            assert len(expected.tokens) + len(prompt) >= expected.limit
+            assert expected.handle.tokens == before
+        else:
+            assert not expected.open_turn and turn == expected.turn + 1
+            expected.turn, expected.open_turn, expected.cancelled = turn, True, False
+            expected.options, expected.prompt, expected.generated = options, len(prompt), 0
+            expected.tokens += prompt
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), stale=st.booleans())
+    def cancel(self, data: st.DataObject, stale: bool) -> None:
+        expected = self._pick(data)
+        running = expected.handle.status in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE)
+        if expected.handle.status is RequestStatus.UNASSIGNED:
+            with pytest.raises(InvalidCall):
+                expected.handle.cancel_turn(1)
+        elif stale or not running:
+            assert not expected.handle.cancel_turn(expected.turn + 1 if stale else expected.turn)
+        else:
+            assert expected.handle.cancel_turn(expected.turn)
+            expected.cancelled = True
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def rewind(self, data: st.DataObject, share: float) -> None:
+        expected = self._pick(data)
+        length = int(share * len(expected.tokens))
+        if expected.open_turn or expected.handle.status is RequestStatus.UNASSIGNED:
+            with pytest.raises(InvalidCall):
+                expected.handle.rewind(length)
+        else:
+            expected.handle.rewind(length)
+            del expected.tokens[length:]
+            assert expected.handle.tokens == expected.tokens
+
+    @precondition(lambda self: self.known and len(self.known) < 8)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        expected = self._pick(data)
+        try:
+            child = expected.handle.fork()
+        except InvalidCall:
+            return
+        assert expected.handle.status is RequestStatus.TURN_COMPLETE
+        assert child.tokens == expected.handle.tokens
+        self.known[child.id] = Expected(child, child.tokens, expected.limit)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        expected = self._pick(data)
+        del self.known[expected.handle.id]
+        expected.handle.close()
+        expected.handle.close()
+        assert expected.handle.status is RequestStatus.CLOSED
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), again=st.booleans())
+    def drop_handle(self, data: st.DataObject, again: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.known)))
+        expected = self.known.pop(request_id)
+        del expected.handle
+        if again:
+            handle = self.engine.get_request(request_id)
+            assert handle is not None
+            expected.handle = handle
+            self.known[request_id] = expected
+
+    @rule(late=st.booleans(), memory=st.booleans())
+    def fail_once(self, late: bool, memory: bool) -> None:
+        error = MemoryError if memory else RetryableStepError
+        if late:
+            self.decoder.fail_next = lambda: error("injected")
+        else:
+            self.decoder.fail_before = lambda: error("injected")
+
+    @rule(capacity=st.integers(1, 9), times=st.integers(1, 6))
+    def run(self, capacity: int, times: int) -> None:
+        for _ in range(times):
+            self._run(capacity)
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def parts_agree(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.check_integrity()
+        for expected in self.known.values():
+            request = expected.handle
+            assert request.tokens[: len(expected.tokens)] == expected.tokens
+            if not expected.open_turn:
+                assert request.tokens == expected.tokens
+                assert request.status in (RequestStatus.UNASSIGNED, RequestStatus.TURN_COMPLETE)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(RUNS_TO_FINISH):
+            if not self.engine.has_pending_requests():
+                break
+            self._run(64)
+            self.engine.check_integrity()
+        assert not self.engine.has_pending_requests(), "no end in sight: a livelock"
+        for expected in self.known.values():
+            assert not expected.open_turn
+            assert expected.handle.tokens == expected.tokens
+        for expected in self.known.values():
+            expected.handle.close()
+        self.known.clear()
+        gc.collect(0)
+        assert not self.engine.has_pending_requests()
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        assert stats["blocks_free"] + stats["blocks_idle"] == stats["blocks_usable"]
+        assert stats["residents"] == stats["requests"] == stats["pending_events"] == 0
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _pick(self, data: st.DataObject) -> Expected:
+        return self.known[data.draw(st.sampled_from(sorted(self.known)))]
+
+    def _run(self, capacity: int) -> None:
+        calls = len(self.decoder.steps)
+        events = self.engine.run(capacity)
+        assert len(events) <= capacity
+        assert len(self.decoder.steps) - calls <= 1
+        blocked = False
+        for event in events:
+            if event.request_id is not None:
+                self.known[event.request_id].take(event, self.config)
+                continue
+            assert not event.flags & (EventFlags.TOKEN | EventFlags.TURN_FINISHED)
+            assert event.error_code in (ErrorCode.DEFERRED, ErrorCode.RETRYABLE, ErrorCode.EXECUTION_MEMORY)
+            blocked |= event.error_code == ErrorCode.DEFERRED
+        self.engine.check_integrity()
+        if blocked:
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """What the owner of the engine does when all work is blocked: it closes a dormant request. Only where
+        preemption is off it may have to close a running one."""
+        owners = [e for e in self.known.values() if self.engine.blocks_of(e.handle) or self._holds_place(e)]
+        dormant = [e for e in owners if e.handle.status is RequestStatus.TURN_COMPLETE]
+        assert dormant or not self.config.preemption, "blocked although nothing dormant could be closed"
+        expected = (dormant or owners)[0]
+        del self.known[expected.handle.id]
+        expected.handle.close()
+
+    def _holds_place(self, expected: Expected) -> bool:
+        return expected.handle.id in self.engine._cache.paged.residents()
+
+
+EngineMachine.TestCase.settings = settings(PROFILE, suppress_health_check=list(HealthCheck))
+TestEngine = EngineMachine.TestCase
+
+
+def test_the_oracle_depends_on_every_token() -> None:
+    base = mixing_logits([2, 3, 2, 2, 3], VOCAB)
+    assert not np.array_equal(base, mixing_logits([2, 2, 2, 2, 3], VOCAB))
+    assert not np.array_equal(base, mixing_logits([2, 3, 2, 3, 3], VOCAB))
