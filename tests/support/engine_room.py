@@ -1,0 +1,126 @@
+"""An engine over the synthetic model, opened up for tests that look into its scheduler and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine_actor.engine import Engine
+from engine_actor.events import EngineEvent
+from engine_actor.memory.paged_cache import PagedCache
+from engine_actor.memory.reservation import Reservation, RowDemand
+from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, TurnOptions
+from engine_actor.request import Request, RequestRecord
+from engine_actor.scheduling.step_plan import StepPlan
+from tests.support.doubles import SyntheticDecoder
+
+# Order policies of the source systems (C01, C02), for tests that name block ids.
+LOWEST: dict[str, Any] = {"block_order": "lowest", "first_block_id": 0}
+FIFO: dict[str, Any] = {"block_order": "fifo", "first_block_id": 1}
+
+
+def demand(
+    cache: PagedCache, request_id: int, target: int, whole: int | None = None, adopted: tuple[int, ...] = ()
+) -> RowDemand:
+    """A row for `target` positions, new or resident as the cache knows it."""
+    table = cache.table(request_id)
+    committed = len(adopted) * cache.block_size if table is None else table.committed
+    return RowDemand(request_id, table is None, committed, target, target if whole is None else whole, adopted)
+
+
+def advance(cache: PagedCache, *demands: RowDemand) -> Reservation:
+    """A whole step over bare memory: reserve, validate, commit."""
+    reservation = cache.reserve(demands)
+    boundaries = [row.target for row in demands]
+    reservation.validate(boundaries)
+    reservation.commit(boundaries)
+    cache.check_integrity()
+    return reservation
+
+
+class Room:
+    """Without fairness bounds and prefix reuse unless the configuration asks for them."""
+
+    def __init__(self, **config: Any) -> None:
+        defaults = {
+            "num_blocks": 128,
+            "block_size": 4,
+            "max_batch_size": 8,
+            "max_length": 128,
+            "prefix_reuse": False,
+            "fairness": FairnessBounds.off(),
+        }
+        self.decoder = SyntheticDecoder()
+        self.engine = Engine(self.decoder, EngineConfig(**(defaults | config)))
+        self.cache = self.engine._cache
+        self.pool = self.cache.pool
+        self.requests: list[Request] = []  # handles: a request without one is abandoned
+        self.tokens: dict[int, list[int]] = {}  # by request id, of all turns
+        self.events: list[EngineEvent] = []
+
+    def add(self, tokens: Sequence[int], *, salt: bytes = b"", **turn: Any) -> Request:
+        request = self.engine.create_request(RequestOptions(salt=salt))
+        request.begin_turn(tokens, TurnOptions(**turn))
+        self.requests.append(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        return self.engine._scheduler.plan(1)
+
+    def step(self) -> list[EngineEvent]:
+        """One transaction and all of its events."""
+        events = list(self.engine.run(1000))
+        self.engine.check_integrity()
+        for event in events:
+            self.events.append(event)
+            if event.token is not None:
+                assert event.request_id is not None
+                self.tokens.setdefault(event.request_id, []).append(event.token)
+        return events
+
+    def run_out(self, limit: int = 10_000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(limit):
+            if not self.engine.has_pending_requests():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def resident(self, tokens: Sequence[int], **turn: Any) -> Request:
+        """A request whose first step is done."""
+        request = self.add(tokens, **turn)
+        self.step()
+        return request
+
+    def dormant(self, tokens: Sequence[int], generated: int = 1) -> Request:
+        """A resident whose turn is complete; the last token generated is not in the cache yet."""
+        request = self.add(tokens, max_generated_tokens=generated)
+        while request.finish_reason is None:
+            self.step()
+        return request
+
+    def record(self, request: Request) -> RequestRecord:
+        return request._record
+
+    def blocks(self, request: Request) -> list[int]:
+        table = self.cache.table(request.id)
+        return [] if table is None else list(table.blocks)
+
+    def counts(self) -> list[tuple[int, int]]:
+        """(request id, planned tokens) of the next plan, in its order."""
+        return [(row.record.id, row.count) for row in self.plan().rows]
+
+    def fingerprint(self) -> object:
+        """All that planning could change: statuses, tables, owners, the order of the free list, counters."""
+        records = self.engine._lifecycle.records.values()
+        return (
+            [(r.id, r.status, r.processed, tuple(r.history.ids), r.passed_over, r.overtaken) for r in records],
+            list(self.engine._lifecycle.queue),
+            [(i, list(t.blocks), t.count, t.committed, t.epoch) for i, t in self.cache.paged._tables.items()],
+            self.pool.free_ids(),
+            list(self.pool._owners),
+            bytes(self.pool._indexed),
+            list(self.pool._idle),
+            self.pool.generation,
+            len(self.engine._events),
+        )
