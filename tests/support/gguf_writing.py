@@ -1,4 +1,4 @@
-"""A transformers Llama as a GGUF file, in the layout of the usual converters."""
+"""A transformers model as a GGUF file, in the layout of the usual converters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ _MODULES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+_GEMMA3_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -29,7 +36,26 @@ def _pairs_together(value: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(value.shape)
 
 
-def write_llama(
+def _stored_name(name: str, architecture: str) -> str:
+    module, _, suffix = name.rpartition(".")
+    if module in _OUTSIDE:
+        return f"{_OUTSIDE[module]}.{suffix}"
+    _, _, layer, inner = module.split(".", 3)
+    modules = _MODULES | (_GEMMA3_NORMS if architecture == "gemma3" else {})
+    return f"blk.{layer}.{modules[inner]}.{suffix}"
+
+
+def _stored_value(name: str, value: np.ndarray, architecture: str, heads: int, kv_heads: int) -> np.ndarray:
+    if architecture == "llama" and ".q_proj." in name:
+        return _pairs_together(value, heads)
+    if architecture == "llama" and ".k_proj." in name:
+        return _pairs_together(value, kv_heads)
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return value + 1
+    return value
+
+
+def write_gguf(
     path: Path,
     model: PreTrainedModel,
     kind: GGMLQuantizationType,
@@ -47,29 +73,29 @@ def write_llama(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_eos_token_id(5)
     writer.add_eot_token_id(6)
+    ropes = config.rope_parameters
+    ropes = ropes["full_attention"] if architecture == "gemma3" else ropes
+    writer.add_rope_freq_base(ropes["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", rope_divisors.astype(np.float32))
     for name, parameter in model.named_parameters():
-        module, _, suffix = name.rpartition(".")
-        value = parameter.detach().numpy()
-        if module.endswith("self_attn.q_proj"):
-            value = _pairs_together(value, config.num_attention_heads)
-        if module.endswith("self_attn.k_proj"):
-            value = _pairs_together(value, config.num_key_value_heads)
-        if module in _OUTSIDE:
-            stored = f"{_OUTSIDE[module]}.{suffix}"
-        else:
-            _, _, layer, inner = module.split(".", 3)
-            stored = f"blk.{layer}.{_MODULES[inner]}.{suffix}"
-        if stored != leave_out:
-            tensor_kind = kind if value.ndim == 2 else GGMLQuantizationType.F32
-            writer.add_tensor(stored, quantize(value, tensor_kind), raw_dtype=tensor_kind)
+        stored = _stored_name(name, architecture)
+        if stored == leave_out:
+            continue
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        value = _stored_value(name, parameter.detach().numpy(), architecture, heads, kv_heads)
+        tensor_kind = kind if value.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(stored, quantize(value, tensor_kind), raw_dtype=tensor_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from engine_actor.weights.checkpoint import open_checkpoint
 from engine_actor.weights.gguf_file import GgufFile
 from engine_actor.weights.rope_scaling import llama3_divisors
 from tests.support import tiny_models
-from tests.support.gguf_writing import write_llama
+from tests.support.gguf_writing import write_gguf
 from tests.support.packed import run_in_chunks
 
 QUANTIZED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
@@ -44,12 +45,32 @@ def _rounded_as(model: torch.nn.Module, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_a_gguf_file_gives_the_logits_of_the_safetensors_model_of_the_same_values(kind: Kind, tmp_path: Path) -> None:
     model = tiny_models.build("llama")
-    gguf = write_llama(tmp_path / "model.gguf", model, kind)
+    gguf = write_gguf(tmp_path / "model.gguf", model, kind)
     _rounded_as(model, kind)
     folder = tiny_models.save(model, tmp_path / "folder")
     found, expected = _logits(gguf), _logits(folder)
     assert expected.std() > 0.5
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "changes"),
+    [
+        ("mistral", "llama", {}),
+        ("qwen2", "qwen2", {}),
+        ("qwen3", "qwen3", {}),
+        # A whole pattern of local and global layers; these files do not carry the scale of the queries.
+        ("gemma3", "gemma3", {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 16}),
+    ],
+)
+def test_every_family_is_read_as_transformers_runs_it(
+    family: str, architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_models.build(family, **changes)
+    gguf = write_gguf(tmp_path / "model.gguf", model, Kind.F32, architecture=architecture)
+    expected = tiny_models.reference_logits(model, TOKENS)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(_logits(gguf), expected, rtol=0, atol=1e-4)
 
 
 def test_an_output_projection_of_its_own_and_rope_divisors_are_read(tmp_path: Path) -> None:
@@ -64,7 +85,7 @@ def test_an_output_projection_of_its_own_and_rope_divisors_are_read(tmp_path: Pa
         rope["original_max_position_embeddings"],
     )
     assert len(set(divisors)) > 2, "all three regions of the rule should be seen"
-    gguf = write_llama(tmp_path / "model.gguf", model, Kind.F32, rope_divisors=np.array(divisors))
+    gguf = write_gguf(tmp_path / "model.gguf", model, Kind.F32, rope_divisors=np.array(divisors))
     torch.testing.assert_close(_logits(gguf), tiny_models.reference_logits(model, TOKENS), rtol=0, atol=1e-4)
 
 
@@ -78,7 +99,7 @@ def test_blocks_expand_to_the_values_of_the_library(kind: Kind, tmp_path: Path) 
     raw = raw.reshape(rows, -1)
     path = tmp_path / "model.gguf"
     model = tiny_models.build("llama")
-    write_llama(path, model, Kind.F32)
+    write_gguf(path, model, Kind.F32)
     writer = GGUFWriter(path, "llama")
     for key, value in GgufFile(path).fields.items():
         if key.startswith("llama.") and isinstance(value, int):
@@ -97,7 +118,7 @@ def test_blocks_expand_to_the_values_of_the_library(kind: Kind, tmp_path: Path) 
 
 
 def test_the_configuration_and_the_end_tokens_come_from_the_header(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0)
+    path = write_gguf(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0)
     config = open_checkpoint(path).config
     assert (config.layers, config.heads, config.kv_heads, config.head_size) == (3, 4, 2, 16)
     assert (config.vocab_size, config.context_length, config.tie_embeddings) == (tiny_models.VOCAB, 512, True)
@@ -105,7 +126,7 @@ def test_the_configuration_and_the_end_tokens_come_from_the_header(tmp_path: Pat
 
 
 def test_progress_reaches_the_number_of_tensors(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0)
+    path = write_gguf(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0)
     seen: list[tuple[int, int]] = []
     TorchDecoder.load(path, device="cpu", progress=lambda done, total: seen.append((done, total)))
     total = 2 + 3 * 9
@@ -114,19 +135,19 @@ def test_progress_reaches_the_number_of_tensors(tmp_path: Path) -> None:
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     model = tiny_models.build("llama")
-    path = write_llama(tmp_path / "model.gguf", model, Kind.Q8_0, leave_out="blk.1.ffn_up.weight")
+    path = write_gguf(tmp_path / "model.gguf", model, Kind.Q8_0, leave_out="blk.1.ffn_up.weight")
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*missing"):
         TorchDecoder.load(path, device="cpu")
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0, architecture="mamba")
+    path = write_gguf(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0, architecture="mamba")
     with pytest.raises(UnsupportedModel, match="'mamba' is not supported"):
         open_checkpoint(path)
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
-    whole = write_llama(tmp_path / "whole.gguf", tiny_models.build("llama"), Kind.Q8_0).read_bytes()
+    whole = write_gguf(tmp_path / "whole.gguf", tiny_models.build("llama"), Kind.Q8_0).read_bytes()
     cut = tmp_path / "cut.gguf"
     for size in [*range(0, 4000, 37), *range(4000, len(whole), 4999), len(whole) - 40]:
         cut.write_bytes(whole[:size])
@@ -135,7 +156,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
 
 
 def test_damaged_headers_never_escape_as_anything_but_a_model_error(tmp_path: Path) -> None:
-    whole = bytearray(write_llama(tmp_path / "whole.gguf", tiny_models.build("llama"), Kind.Q8_0).read_bytes())
+    whole = bytearray(write_gguf(tmp_path / "whole.gguf", tiny_models.build("llama"), Kind.Q8_0).read_bytes())
     path, random = tmp_path / "damaged.gguf", np.random.default_rng(7)
     refused = 0
     for _ in range(300):
