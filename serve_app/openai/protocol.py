@@ -16,6 +16,9 @@ from pydantic_core import PydanticCustomError
 from engine_actor.options import MAX_INT32
 from serve_app.ingress.errors import bad_value
 
+# Pydantic alone lets lone surrogates pass in a plain string.
+Text = Annotated[str, BeforeValidator(lambda value: value if value is None else _text(value, "it"))]
+
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -123,7 +126,7 @@ class StreamOptions(Strict):
 class GenerationRequest(Strict):
     """What chat and completions have in common."""
 
-    model: str | None = None
+    model: Text | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -132,8 +135,8 @@ class GenerationRequest(Strict):
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(default=None, max_length=4096)
-    session_id: str | None = None
+    user: Text | None = Field(default=None, max_length=4096)
+    session_id: Text | None = None
     ignore_eos: bool | None = None
 
     @property

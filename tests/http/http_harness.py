@@ -1,0 +1,102 @@
+"""A real server over a scripted engine, and how tests talk to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from scripted_engine import ScriptedEngine
+
+from serve_app.text.prompts import PromptBuilder
+
+MODEL = "smollm2"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """A real server in a thread of its own, on a free port of loopback; gives its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_keep_alive=30))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started, "the server did not start"
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Returns as soon as the condition holds; the time only bounds how long a failing test hangs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+
+
+@dataclass
+class Server:
+    """A served app with its scripted engine, and the client calls that tests make most."""
+
+    url: str
+    engine: ScriptedEngine
+    prompts: PromptBuilder
+    client: httpx.Client
+
+    def say(self, text: str) -> None:
+        self.engine.reply = self.prompts.tokenizer.encode(text, special_tokens=False)
+
+    def post(self, path: str, content: dict[str, Any], **options: Any) -> httpx.Response:
+        return self.client.post(path, json=content, **options)
+
+    def chat(self, text: str = "Hi", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        content = {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+        return self.post(CHAT, content, headers=headers)
+
+    def complete(self, prompt: Any = "Once", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        return self.post(COMPLETIONS, {"model": MODEL, "prompt": prompt, **fields}, headers=headers)
+
+
+StartServer = Callable[..., Server]
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a streamed answer, parsed, after checking the framing byte for byte. [DONE] is left as text."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    body = response.content.decode()
+    assert body.endswith("\n\n")
+    parsed: list[Any] = []
+    for block in body[:-2].split("\n\n"):
+        assert block.startswith("data: ") and "\n" not in block, block
+        parsed.append(block[6:] if block == "data: [DONE]" else json.loads(block[6:]))
+    return parsed
+
+
+def streamed_text(response: httpx.Response) -> str:
+    text = ""
+    for event in events(response):
+        if event != "[DONE]" and event.get("choices"):
+            choice = event["choices"][0]
+            text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return text
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error, after checking that it is the envelope and nothing else."""
+    content = response.json()
+    assert list(content) == ["error"], content
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(content["error"]["message"], str) and content["error"]["message"]
+    return content["error"]

@@ -1,0 +1,101 @@
+"""An EngineClient for tests of the HTTP layer: it says what a test tells it to say, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+from engine_actor.turns import (
+    EndReason,
+    SessionInfo,
+    TurnAccepted,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+    TurnTokens,
+)
+
+REPLICA = "replica-1"
+CACHED = 3
+
+
+class ScriptedEngine:
+    """Lives in the server's thread; tests set its fields before a request and read its records after it.
+
+    reply        token ids of the answer; a turn's limit cuts them
+    chunks       how many tokens each delta holds, over and over
+    refusal      refuse every turn with this
+    fail_at      raise `error` before this delta (0: before TurnAccepted)
+    failed       end with EndReason.FAILED and this message
+    hold_at      before this delta wait for `release` (0: before TurnAccepted)
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.reply: list[int] = []
+        self.chunks = [1]
+        self.refusal: TurnRefused | None = None
+        self.fail_at: int | None = None
+        self.error: Exception = RuntimeError("scripted failure")
+        self.failed: str | None = None
+        self.hold_at: int | None = None
+        self.release = threading.Event()
+        self.vanish = False
+        self.is_ready = True
+        self.requests: list[TurnRequest] = []
+        self.routing_keys: list[str | None] = []
+        self.running = 0
+        self.closed = 0
+        self.tokens_sent = 0
+        self.known_sessions: list[SessionInfo] = []
+        self.session_calls: list[tuple[str, str]] = []
+
+    async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
+        self.requests.append(request)
+        self.routing_keys.append(routing_key)
+        self.running += 1
+        try:
+            for i, delta in enumerate(self._deltas(request)):
+                if self.fail_at == i:
+                    raise self.error
+                while self.hold_at == i and not self.release.is_set():
+                    await asyncio.sleep(0.002)
+                if isinstance(delta, TurnTokens):
+                    self.tokens_sent += len(delta.token_ids)
+                yield delta
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+            self.closed += 1
+
+    def _deltas(self, request: TurnRequest) -> list[TurnDelta]:
+        if self.refusal is not None:
+            return [self.refusal]
+        prompt = len(request.prompt_ids)
+        limit = request.max_generated_tokens or len(self.reply)
+        ids, reason = self.reply[:limit], EndReason.LENGTH if len(self.reply) > limit else EndReason.STOP
+        deltas: list[TurnDelta] = [TurnAccepted(REPLICA, prompt, CACHED)]
+        at = turn = 0
+        while at < len(ids):
+            size = self.chunks[turn % len(self.chunks)]
+            deltas.append(TurnTokens(tuple(ids[at : at + size])))
+            at, turn = at + size, turn + 1
+        if self.vanish:
+            return deltas
+        if self.failed is not None:
+            return [*deltas, TurnEnded(EndReason.FAILED, prompt, CACHED, len(ids), self.failed)]
+        return [*deltas, TurnEnded(reason, prompt, CACHED, len(ids))]
+
+    async def sessions(self, owner: str) -> list[SessionInfo]:
+        return [info for info in self.known_sessions if info.owner == owner]
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        self.session_calls.append((owner, session_id))
+        return any((info.owner, info.session_id) == (owner, session_id) for info in self.known_sessions)
+
+    async def ready(self) -> bool:
+        return self.is_ready

@@ -1,0 +1,224 @@
+"""Whatever a client sends: the stated status, the envelope, the field at fault; and the next request is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from http_harness import CHAT, COMPLETIONS, MODEL, Server, StartServer, error_of
+
+from serve_app.text.prompts import PromptBuilder
+from serve_app.text.tokenizer import Tokenizer
+
+NAN, INFINITY = float("nan"), float("inf")
+USER = [{"role": "user", "content": "Hi"}]
+HUGE = 10**400
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi", **fields}]}
+
+
+# (fields of a chat request, the field that the error must name)
+CHAT_CASES: list[tuple[dict[str, Any], str]] = [
+    *[({"temperature": v}, "temperature") for v in
+      ("0.5", "", True, NAN, INFINITY, -INFINITY, -0.001, 2.001, -1e-320, 1e308, HUGE, -HUGE, [], {}, [0.5])],
+    *[({"top_p": v}, "top_p") for v in ("1", False, NAN, INFINITY, 0, 0.0, -0.1, 1.0001, HUGE, [], {})],
+    *[({"top_k": v}, "top_k") for v in ("5", True, 1.5, 5.0, -2, 2**31, HUGE, NAN, [], {})],
+    *[({"seed": v}, "seed") for v in ("1", True, 1.0, 0.5, 2**63, -(2**63) - 1, HUGE, NAN, [1], {})],
+    *[({"max_tokens": v}, "max_tokens") for v in
+      (0, -1, "5", True, 1.0, 1.5, 2**31, HUGE, NAN, INFINITY, [], {})],
+    *[({"max_completion_tokens": v}, "max_completion_tokens") for v in (0, -1, "5", False, 2.0, HUGE)],
+    *[({"stop": v}, "stop") for v in
+      ("", [""], ["a", ""], 5, True, {}, [5], [None], [["a"]], ["\ud800"], "\udfff", ["x"] * 17, "x" * 513)],
+    *[({"stream": v}, "stream") for v in ("true", 1, 0, [], {}, "")],
+    *[({"stream": True, "stream_options": v}, "stream_options") for v in ("x", 1, True, [])],
+    *[({"stream": True, "stream_options": {"include_usage": v}}, "stream_options.include_usage")
+      for v in ("yes", 1, [])],
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    *[({"ignore_eos": v}, "ignore_eos") for v in ("true", 1, [])],
+    *[({"user": v}, "user") for v in (5, True, [], {}, "x" * 4097, "\ud800")],
+    *[({"session_id": v}, "session_id") for v in
+      (5, True, [], "", "a\nb", "a\r\nb", "\x00", "x" * 257, "x" * 10**6, "\ud83d", "\u2028", "\x7f")],
+    *[({"model": v}, "model") for v in (5, True, [], {}, "\ud800")],
+    *[({"messages": v}, "messages") for v in (None, [], "Hi", {}, 5, True, USER * 4097)],
+    *[({"messages": [v]}, "messages.0") for v in (None, "Hi", 5, [])],
+    ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages.1"),
+    ({"messages": [{}]}, "messages.0.role"),
+    ({"messages": [{"content": "Hi"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
+    *[(message(role=v), "messages.0.role") for v in
+      (None, "", "robot", "USER", "tool", "function", 5, True, [], {}, "\ud800", "x" * 10**5)],
+    *[(message(content=v), "messages.0.content") for v in
+      (None, 5, True, {}, {"type": "text", "text": "x"}, "\ud800", "a\udc00b", ["x"], [5], [None], [{}],
+       [{"type": "text"}], [{"type": "text", "text": None}], [{"type": "text", "text": 5}],
+       [{"type": "text", "text": "\ud800"}], [{"type": "image_url", "image_url": {"url": "x"}}],
+       [{"type": "input_audio"}], [{"text": "x"}], [[]])],
+    (message(role="assistant", content=None, tool_calls=[{"id": "1"}]), "messages.0.tool_calls"),
+    (message(role="assistant", function_call={"name": "f"}), "messages.0.function_call"),
+]  # fmt: skip
+
+# Things that the API knows and that are not served: said by name, never ignored.
+NOT_SERVED: list[tuple[str, Any]] = [
+    *[("n", v) for v in (2, 0, -1, "1", True, 1.0, 5_000_000, HUGE, [])],
+    *[("presence_penalty", v) for v in (0.5, -2, "0", NAN, False)],
+    ("frequency_penalty", 1), ("repetition_penalty", 1.1), ("repetition_penalty", 0), ("length_penalty", 2),
+    ("logit_bias", {"5": 100}), ("logit_bias", {"99999999": 1}), ("logit_bias", "x"),
+    ("logprobs", True), ("logprobs", 1), ("top_logprobs", 5), ("top_logprobs", 10**9),
+    ("tools", [{"type": "function"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {}),
+    ("functions", [{}]), ("function_call", {"name": "f"}),
+    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}),
+    ("response_format", "json"), ("min_p", 0.1), ("min_tokens", 3), ("best_of", 2), ("use_beam_search", True),
+    ("modalities", ["text", "audio"]), ("audio", {}), ("prediction", {}), ("store", True), ("echo", True),
+    ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}), ("continue_final_message", True),
+    ("add_generation_prompt", False), ("stop_token_ids", [5]), ("bad_words", ["x"]), ("cache_salt", "x"),
+    ("guided_json", {}), ("structured_outputs", {}), ("skip_special_tokens", False), ("prompt_logprobs", 1),
+    ("include_stop_str_in_output", True), ("documents", [{}]), ("web_search_options", {}),
+]  # fmt: skip
+
+COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
+    *[({"prompt": v}, "prompt") for v in
+      (None, "", [], 5, True, {}, ["a", "b"], [[1], [2]], [""], [[]], [1, "a"], [True], [1.0], [None], [-1], [49152],
+       [2**63], [HUGE], [NAN], "\ud800", ["\udc00"], [["a"]], [[[1]]], [{}])],
+    ({"suffix": "x"}, "suffix"), ({"echo": True}, "echo"), ({"best_of": 3}, "best_of"), ({"logprobs": 0}, "logprobs"),
+    ({"logprobs": 5}, "logprobs"), ({"n": 2}, "n"), ({"temperature": "1"}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+]  # fmt: skip
+
+
+def dump(content: Any) -> bytes:
+    """As a client in Python would send it: NaN and Infinity bare, lone surrogates escaped."""
+    return json.dumps(content).encode()
+
+
+def assert_refused(server: Server, path: str, content: Any, param: str | None) -> None:
+    response = server.client.post(path, content=dump(content))
+    assert response.status_code == 400, response.text[:300]
+    error = error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param is None or param in error["message"]
+    assert len(response.content) < 4000
+    assert server.engine.requests == []
+    assert server.chat().status_code == 200
+
+
+def label(value: Any) -> str:
+    return repr(value)[:40].encode("ascii", "backslashreplace").decode()
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_CASES, ids=[label(case) for case in CHAT_CASES])
+def test_a_bad_chat_request_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+    assert_refused(server, CHAT, {"model": MODEL, "messages": USER, **fields}, param)
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_SERVED, ids=[label(case) for case in NOT_SERVED])
+def test_what_is_not_served_is_refused_by_name(server: Server, name: str, value: Any) -> None:
+    response = server.client.post(CHAT, content=dump({"messages": USER, name: value}))
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert "not served" in error["message"]
+    assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETION_CASES, ids=[label(case) for case in COMPLETION_CASES])
+def test_a_bad_completion_request_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+    assert_refused(server, COMPLETIONS, {"model": MODEL, "prompt": "x", **fields}, param)
+
+
+def test_missing_messages_and_prompt_are_named(server: Server) -> None:
+    assert_refused(server, CHAT, {"model": MODEL}, "messages")
+    server.engine.reset()
+    assert_refused(server, COMPLETIONS, {"model": MODEL}, "prompt")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b" ", b"{", b"}", b"'{}'", b"{}x", b'{"messages": [}', b'{"a": "\n"}', b'{"a": "\x00"}', b"\xff\xfe",
+        b'{"a": "\xff"}', b"\xef\xbb\xbf{}", b"[]", b"5", b'"x"', b"null", b"true", b"[" * 100_000, b'{"a":' * 50_000,
+        b'{"a": ' + b"1" * 10_000 + b"}", b'{"a": tru}', b"{'a': 1}",
+    ],
+    ids=lambda body: label(body[:12]),
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_body_that_is_no_json_object_is_refused(server: Server, path: str, body: bytes) -> None:
+    response = server.client.post(path, content=body)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "invalid_json"
+    assert server.chat().status_code == 200
+
+
+def test_an_unknown_model_is_not_found(server: Server) -> None:
+    for model in ("gpt-4", "", "x" * 10_000, "SMOLLM2", "smollm2 "):
+        response = server.chat(model=model)
+        assert response.status_code == 404
+        assert (error_of(response)["code"], error_of(response)["param"]) == ("model_not_found", "model")
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_the_true_numbers(server: Server) -> None:
+    for length in (511, 512, 513, 5000):
+        response = server.complete([5] * length)
+        if length < 512:
+            assert response.status_code == 200
+            assert server.engine.requests[-1].max_generated_tokens == 1
+            continue
+        error = error_of(response)
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+        assert f"{length} tokens" in error["message"] and "512 tokens" in error["message"]
+    response = server.chat("word " * 600)
+    assert error_of(response)["param"] == "messages"
+    assert len(server.engine.requests) == 1
+
+
+def test_a_body_beyond_the_limit_is_refused_announced_or_not(start_server: StartServer) -> None:
+    server = start_server(max_body_bytes=10_000)
+    body = dump({"messages": [{"role": "user", "content": "x" * 20_000}]})
+    assert error_of(server.client.post(CHAT, content=body))["code"] == "request_too_large"
+
+    def pieces() -> Any:
+        for at in range(0, len(body), 1000):
+            yield body[at : at + 1000]
+
+    response = server.client.post(CHAT, content=pieces())
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+    assert server.chat("x" * 5000).status_code == 200
+    assert len(server.engine.requests) == 1
+
+
+def test_a_template_that_refuses_is_a_bad_request(start_server: StartServer, server: Server) -> None:
+    plain = server.prompts.tokenizer
+    source = "{{ raise_exception('roles must alternate') }}"
+    strict = PromptBuilder(Tokenizer(plain._backend, plain.eos_token_ids, 1, source, {}))
+    response = start_server(prompts=strict).chat()
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"], error["code"]) == ("messages", "chat_template_error")
+    assert "roles must alternate" in error["message"]
+
+
+def test_odd_but_valid_text_is_served(server: Server) -> None:
+    for text in (
+        "",
+        "\x00",
+        "\ufffd",
+        "😀",
+        "\u202e",
+        "a" * 1000,
+        "{{ 7 * 7 }}",
+        "<|im_end|>",
+        "\r\n",
+        "\ue0000\ue001",
+    ):
+        assert server.chat(text).status_code == 200, text
+    assert server.client.post(CHAT, content=b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}').is_success
+
+
+def test_any_content_type_will_do(server: Server) -> None:
+    for kind in ("text/plain", "application/json; charset=utf-8", "application/x-www-form-urlencoded"):
+        response = server.client.post(CHAT, content=dump({"messages": USER}), headers={"content-type": kind})
+        assert response.status_code == 200
