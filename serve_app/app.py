@@ -16,7 +16,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.config import AppArgs
-from serve_app.deployments import Ingress
+from serve_app.deployments import EngineDeployment, Ingress
 
 # Names of the deployments, as `serve status` and config files show them.
 ENGINES = "EngineDeployment"
@@ -33,6 +33,11 @@ ROUTER = "serve_app.routing.sticky_router.StickyRouter"
 def build(args: AppArgs) -> Application:
     """Raises ValueError if a key cannot be read. Runs on a node of the cluster (`serve deploy`) or in the
     driver."""
+    return assemble(args, EngineDeployment)
+
+
+def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
+    """`build` with a choice of engine class; the tests bring doubles."""
     keys = args.load_api_keys()
     cores = os.cpu_count() or 1
     gpus = args.resolved_gpus(ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0)

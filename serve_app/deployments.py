@@ -9,9 +9,10 @@ loop that Serve runs user code on, which must never block: models load in a thre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -21,6 +22,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from engine_actor.actor_options import ActorOptions
+from engine_actor.errors import EngineUnhealthy
 from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
 from serve_app.config import AppArgs
 from serve_app.handle_client import HandleEngineClient
@@ -28,7 +30,8 @@ from serve_app.ingress.app import create_app
 from serve_app.local_ports import require_key_beyond_loopback
 from serve_app.model_store import resolve_model
 from serve_app.text.prompts import PromptBuilder
-from serve_app.text.tokenizer import load_tokenizer
+from serve_app.text.stream import AnswerText
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from engine_actor.actor import EngineActor
@@ -43,8 +46,11 @@ class EngineDeployment:
 
         self._replica: str = serve.get_replica_context().replica_id.unique_id
         path = await asyncio.to_thread(resolve_model, options.model)
-        self._actor: EngineActor = EngineActor(replace(options, model=str(path)), self._replica)
-        await self._actor.start()
+        tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        self._actor: EngineActor = EngineActor(
+            replace(options, model=str(path)), self._replica, partial(_answer_text, tokenizer)
+        )
+        self._report = await self._actor.start()
 
     async def stream_turn(
         self, request: TurnRequest, avoid: tuple[str, ...] = ()
@@ -62,31 +68,49 @@ class EngineDeployment:
         return await self._actor.close_session(owner, session_id)
 
     async def accepting(self) -> bool:
-        return bool(self._actor.routing_stats()["accepting"])
+        try:
+            self._actor.check_health()
+        except EngineUnhealthy:
+            return False
+        return True
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for an operator: replica, model, context_length (tokens), and all counters as `stats`."""
+        """What start-up found out, for an operator: plain values."""
+        pool = self._report.pool
         return {
             "replica": self._replica,
-            "model": self._actor.model_info,
-            "context_length": self._actor.context_length,
-            "stats": self._actor.stats(),
+            "model": self._report.model,
+            "dtype": self._report.dtype,
+            "blocks": pool.num_blocks,
+            "block_size": pool.block_size,
+            "pool_tokens": pool.tokens,
+            "pool_bytes": pool.bytes,
+            "longest_sequence": self._actor.context_length,
+            "limited_by_pool": pool.limited_by_pool,
+            "load_seconds": self._report.load_seconds,
         }
+
+    async def stats(self) -> dict[str, float]:
+        """Counters of the engine since its start, and its memory and requests of this moment."""
+        return await self._actor.stats()
 
     def check_health(self) -> None:
         self._actor.check_health()
 
-    def record_routing_stats(self) -> dict[str, Any]:
-        return self._actor.routing_stats()
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._actor.autoscaling_stats()
+    async def record_routing_stats(self) -> dict[str, object]:
+        return await self._actor.routing_stats()
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops, after its turns have ended or their time has run out."""
         actor = getattr(self, "_actor", None)  # absent if the constructor failed
         if actor is not None:
             await actor.stop()
+
+
+def _answer_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text that a client was sent for these tokens, and may send back as history."""
+    answer = AnswerText(tokenizer)
+    return answer.push(token_ids) + answer.finish()
 
 
 class Ingress:

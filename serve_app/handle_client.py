@@ -35,6 +35,7 @@ logger = logging.getLogger("moorage")
 _ELSEWHERE = frozenset({RefusalCode.QUEUE_FULL, RefusalCode.UNAVAILABLE})
 _LOST = (RayActorError, BackPressureError, DeploymentUnavailableError)
 _ATTEMPTS = 3
+_LOSSES = 2  # a turn that kills its replica must not kill them all
 _PAUSE_SECONDS = 0.05  # lets the router learn of a death before the next attempt
 _CONTROL_TIMEOUT_SECONDS = 5.0
 _READY_TIMEOUT_SECONDS = 2.0
@@ -59,6 +60,7 @@ class HandleEngineClient:
         handle = self._turns.options(session_id=routing_key) if routing_key else self._turns
         asked: list[str] = []
         refusal = TurnRefused(RefusalCode.UNAVAILABLE, "no replica could take the turn")
+        losses = 0
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_SECONDS * attempt)
@@ -77,11 +79,14 @@ class HandleEngineClient:
             except _LOST as error:
                 logger.warning("turn %s lost its replica: %s", request.request_id, type(error).__name__)
                 refusal = _unavailable("the replica was lost")
+                losses += 1
             if progress.complete:
                 return
             if progress.accepted is not None:
                 yield progress.failed("the replica was lost in the middle of the answer")
                 return
+            if losses == _LOSSES:
+                break
         yield refusal
 
     async def _attempt(
@@ -115,14 +120,17 @@ class HandleEngineClient:
     async def ready(self) -> bool:
         try:
             return any(await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS))
-        except (TimeoutError, *_LOST):
+        except (TimeoutError, RayActorError):
             return False
 
     async def _broadcast(self, method: str, *args: Any, timeout: float = _CONTROL_TIMEOUT_SECONDS) -> list[Any]:
         """The answers of all replicas; those that failed are left out, unless all did: then the first error
         is raised."""
         response = self._handle.broadcast(method, *args)
-        answers = await response.results_async(timeout_s=timeout, return_exceptions=True)
+        try:
+            answers = await response.results_async(timeout_s=timeout, return_exceptions=True)
+        except DeploymentUnavailableError:  # no replica is running
+            return []
         good = [answer for answer in answers if not isinstance(answer, BaseException)]
         if answers and not good:
             raise answers[0]

@@ -1,0 +1,80 @@
+"""A Ray of our own on this machine, or a place in a cluster that runs already; and Serve on it.
+
+A Ray that we start listens on loopback, wants a token that only this process and its children know, has no
+dashboard, and ends with us. One that we join is left as it was, but for our application.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+
+APPLICATION = "moorage"
+
+
+@dataclass(frozen=True, slots=True)
+class RaySession:
+    """`owned`: this process started the Ray, and stops it."""
+
+    owned: bool
+    started_serve: bool = False
+
+
+def prepare_environment(address: str | None = None) -> None:
+    """To be called before ray is imported: these are read then, and inherited by every process that Ray
+    starts."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        # Ray's switch for "this machine only", whatever its name says: node address and listeners are
+        # loopback.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            # Else Ray makes one itself and leaves it in ~/.ray, readable by others.
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
+    """Starts a Ray of our own, or joins the one at `address`. Raises ConnectionError if there is none."""
+    prepare_environment(address)
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.WARNING)
+    ray.init(
+        address=address or "local",
+        namespace=APPLICATION,
+        log_to_driver=verbose,
+        logging_level="INFO" if verbose else "ERROR",
+        **({} if address else {"include_dashboard": False}),
+    )
+    return RaySession(owned=address is None)
+
+
+def start_serve(session: RaySession, host: str, port: int) -> RaySession:
+    """Serve with its HTTP proxy on host:port. A Serve that runs already in a joined cluster keeps its own
+    address."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        before = bool(serve.status().proxies)
+    except RayServeException:
+        before = False
+    serve.start(proxy_location="HeadOnly" if session.owned else "EveryNode", http_options={"host": host, "port": port})
+    return RaySession(session.owned, started_serve=not before)
+
+
+def stop(session: RaySession, *, graceful: bool = True) -> None:
+    """Ends what was started, and nothing else. `graceful`: answers that run now may end first."""
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        return
+    if graceful:
+        serve.delete(APPLICATION)
+        if session.started_serve and not session.owned and not serve.status().applications:
+            serve.shutdown()
+    ray.shutdown()

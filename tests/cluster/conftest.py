@@ -1,0 +1,47 @@
+"""One Ray with Serve for the whole session; each module brings its own application."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import scripted
+from ray import cloudpickle, serve
+from ray.serve.handle import DeploymentHandle
+from scripted import Deploy
+
+from serve_app.app import ENGINES, assemble
+from serve_app.config import AppArgs
+from serve_app.deployments import EngineDeployment
+from serve_app.local_ray import APPLICATION, start_ray, start_serve, stop
+
+# Replicas import what is installed; the doubles travel with their class.
+cloudpickle.register_pickle_by_value(scripted)
+
+
+@pytest.fixture(scope="session")
+def base_url() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    session = start_ray(None)
+    try:
+        start_serve(session, "127.0.0.1", port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop(session, graceful=False)
+
+
+@pytest.fixture(scope="session")
+def deploy(base_url: str, smollm2_path: Path) -> Deploy:
+    """Deploys an application, in place of the one before, and returns the handle of its engines."""
+
+    def run(engine: type[EngineDeployment] = EngineDeployment, **fields: object) -> DeploymentHandle:
+        serve.delete(APPLICATION)
+        args = AppArgs.model_validate({"model": str(smollm2_path), "served_model_name": "smollm2", **fields})
+        serve.run(assemble(args, engine), name=APPLICATION)
+        return serve.get_deployment_handle(ENGINES, APPLICATION)
+
+    return run

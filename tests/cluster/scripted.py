@@ -1,0 +1,109 @@
+"""An engine that does as it is told, in the place of EngineActor: for what a real one does too fast or too
+seldom.
+
+The request id of a turn is its script: "slow" sends a token every 20 ms for ever, "silent" accepts and sends
+nothing, "queued" never gets as far as being accepted, "dying" kills the process after two tokens; any other
+gets what it asks for at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from engine_actor.actor_options import ActorOptions
+from engine_actor.turns import (
+    EndReason,
+    RefusalCode,
+    SessionInfo,
+    TurnAccepted,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+    TurnTokens,
+    session_key,
+)
+from serve_app.deployments import EngineDeployment
+
+Deploy = Callable[..., DeploymentHandle]
+"""The `deploy` fixture: an engine class and fields of AppArgs to the handle of the engines."""
+
+LETTERS = (80, 81, 82, 83)  # ids of single characters in any byte-level vocabulary
+
+
+class ScriptedActor:
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+        self.refusal: RefusalCode | None = None
+        self.seen: list[str] = []
+        self.open: list[str] = []
+        self.resident: dict[str, SessionInfo] = {}
+
+    async def stream_turn(self, request: TurnRequest) -> AsyncGenerator[TurnDelta, None]:
+        script = request.request_id
+        self.seen.append(script)
+        if self.refusal is not None:
+            yield TurnRefused(self.refusal, "as scripted", retry_after=1.0)
+            return
+        if "poison" in script:
+            os._exit(1)
+        self.open.append(script)
+        try:
+            if "queued" in script:
+                await asyncio.Event().wait()
+            yield TurnAccepted(self.replica, len(request.prompt_ids), 0)
+            if "silent" in script:
+                await asyncio.Event().wait()
+            sent = 0
+            while "slow" in script or sent < (request.max_generated_tokens or 4):
+                if "slow" in script:
+                    await asyncio.sleep(0.02)
+                yield TurnTokens((LETTERS[sent % 4],))
+                sent += 1
+            if request.session_id is not None:
+                self.resident[session_key(request.owner, request.session_id)] = SessionInfo(
+                    request.session_id, request.owner, self.replica, sent, sent, 1, False, 0.0
+                )
+            yield TurnEnded(EndReason.LENGTH, len(request.prompt_ids), 0, sent)
+        finally:
+            self.open.remove(script)
+
+    async def sessions(self, owner: str | None = None) -> list[SessionInfo]:
+        return [info for info in self.resident.values() if owner in (None, info.owner)]
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        return self.resident.pop(session_key(owner, session_id), None) is not None
+
+    async def routing_stats(self) -> dict[str, object]:
+        return {"sessions": list(self.resident), "load": len(self.open), "free_blocks": 1, "accepting": True}
+
+    def check_health(self) -> None:
+        return None
+
+    async def stop(self) -> None:
+        return None
+
+
+class ScriptedEngine(EngineDeployment):
+    async def __init__(self, options: ActorOptions) -> None:  # type: ignore[misc]
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._scripted = ScriptedActor(self._replica)
+        self._actor = self._scripted  # type: ignore[assignment]
+
+    async def script(self, replica: str, refusal: str | None) -> None:
+        """From now on `replica` ("*": every one) refuses with this code, or takes turns again (None)."""
+        if replica in ("*", self._replica):
+            self._scripted.refusal = None if refusal is None else RefusalCode(refusal)
+
+    async def die(self, replica: str) -> None:
+        if replica == self._replica:
+            os._exit(1)
+
+    async def state(self) -> dict[str, Any]:
+        return {"replica": self._replica, "seen": self._scripted.seen, "open": self._scripted.open}

@@ -1,0 +1,230 @@
+"""Serve, router, handle client and front door around scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from scripted import Deploy, ScriptedEngine
+
+from engine_actor.options import SamplingParams
+from engine_actor.turns import (
+    EndReason,
+    RefusalCode,
+    TurnAccepted,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+    TurnTokens,
+    session_key,
+)
+from serve_app.handle_client import HandleEngineClient
+
+KEY, OTHER_KEY = "key-of-team-a", "key-of-team-b"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def engines(deploy: Deploy) -> DeploymentHandle:
+    return deploy(ScriptedEngine, replicas=2, api_keys=(KEY, OTHER_KEY), graceful_shutdown_timeout_seconds=2.0)
+
+
+@pytest.fixture
+def client(engines: DeploymentHandle) -> HandleEngineClient:
+    return HandleEngineClient(engines, placement_timeout=20.0)
+
+
+@pytest.fixture
+async def http(base_url: str, engines: DeploymentHandle) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=base_url, headers=HEADERS, timeout=60) as session:
+        yield session
+
+
+def request(script: str, session: str | None = None, owner: str = "o", tokens: int = 3) -> TurnRequest:
+    return TurnRequest(script, owner, session, (1, 2, 3), SamplingParams(), tokens)
+
+
+async def states(engines: DeploymentHandle) -> list[dict[str, Any]]:
+    try:
+        answers = await engines.broadcast("state").results_async(timeout_s=20, return_exceptions=True)
+    except DeploymentUnavailableError:  # none is running at this moment
+        return []
+    return [answer for answer in answers if isinstance(answer, dict)]
+
+
+async def until(condition: Callable[[list[dict[str, Any]]], bool], engines: DeploymentHandle) -> float:
+    """Seconds until the engines' states satisfy the condition; it has half a minute."""
+    begun = time.monotonic()
+    while not condition(seen := await states(engines)):
+        assert time.monotonic() < begun + 30, seen
+        await asyncio.sleep(0.01)
+    return time.monotonic() - begun
+
+
+def is_open(script: str) -> Callable[[list[dict[str, Any]]], bool]:
+    return lambda seen: any(script in state["open"] for state in seen)
+
+
+def is_gone(script: str) -> Callable[[list[dict[str, Any]]], bool]:
+    return lambda seen: not any(script in state["open"] for state in seen)
+
+
+async def turn(client: HandleEngineClient, asked: TurnRequest, key: str | None = None) -> list[Any]:
+    return [delta async for delta in client.stream_turn(asked, routing_key=key)]
+
+
+async def test_turns_of_a_session_stay_on_one_replica_and_sessions_spread(client: HandleEngineClient) -> None:
+    homes = {}
+    for number in range(8):
+        session = f"s{number}"
+        key = session_key("o", session)
+        replicas = set()
+        for _ in range(3):
+            accepted, *_, ended = await turn(client, request("plain", session), key)
+            assert isinstance(ended, TurnEnded)
+            replicas.add(accepted.replica)
+        assert len(replicas) == 1
+        homes[session] = replicas.pop()
+    assert len(set(homes.values())) == 2
+
+
+@pytest.mark.parametrize("code", [RefusalCode.QUEUE_FULL, RefusalCode.UNAVAILABLE])
+async def test_a_turn_that_its_home_refuses_is_taken_by_another(
+    client: HandleEngineClient, engines: DeploymentHandle, code: RefusalCode
+) -> None:
+    key = session_key("o", f"refused-{code}")
+    home = (await turn(client, request("plain", f"refused-{code}"), key))[0].replica
+    try:
+        await engines.broadcast("script", home, code.value).results_async(timeout_s=20)
+        accepted = (await turn(client, request(f"again-{code}", f"refused-{code}"), key))[0]
+        assert isinstance(accepted, TurnAccepted)
+        assert accepted.replica != home
+        asked = {state["replica"] for state in await states(engines) if f"again-{code}" in state["seen"]}
+        assert asked == {home, accepted.replica}
+    finally:
+        await engines.broadcast("script", "*", None).results_async(timeout_s=20)
+
+
+async def test_when_all_refuse_the_refusal_is_the_answer_after_bounded_tries(
+    client: HandleEngineClient, engines: DeploymentHandle, http: httpx.AsyncClient
+) -> None:
+    try:
+        await engines.broadcast("script", "*", "queue_full").results_async(timeout_s=20)
+        [refused] = await turn(client, request("all-refuse"))
+        assert isinstance(refused, TurnRefused)
+        assert refused.code is RefusalCode.QUEUE_FULL
+        assert sum(state["seen"].count("all-refuse") for state in await states(engines)) == 3
+        answer = await http.post("/v1/completions", json={"model": "smollm2", "prompt": "a"})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+    finally:
+        await engines.broadcast("script", "*", None).results_async(timeout_s=20)
+
+
+async def test_a_refusal_that_is_the_clients_to_mend_is_not_tried_elsewhere(
+    client: HandleEngineClient, engines: DeploymentHandle
+) -> None:
+    try:
+        await engines.broadcast("script", "*", "context_length_exceeded").results_async(timeout_s=20)
+        [refused] = await turn(client, request("too-long"))
+        assert refused.code is RefusalCode.CONTEXT_LENGTH
+        assert sum(state["seen"].count("too-long") for state in await states(engines)) == 1
+    finally:
+        await engines.broadcast("script", "*", None).results_async(timeout_s=20)
+
+
+@pytest.mark.parametrize("script", ["slow", "silent"])
+async def test_closing_the_iterator_closes_the_replicas_generator(
+    client: HandleEngineClient, engines: DeploymentHandle, script: str
+) -> None:
+    async with aclosing(client.stream_turn(request(f"{script}-closed"), routing_key=None)) as deltas:
+        assert isinstance(await anext(deltas), TurnAccepted)
+        await until(is_open(f"{script}-closed"), engines)
+    print(f"closed after {await until(is_gone(f'{script}-closed'), engines):.3f} s")
+
+
+async def test_cancelling_before_the_first_delta_closes_the_replicas_generator(
+    client: HandleEngineClient, engines: DeploymentHandle
+) -> None:
+    waiting = asyncio.create_task(turn(client, request("queued-cancelled")))
+    await until(is_open("queued-cancelled"), engines)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    print(f"closed after {await until(is_gone('queued-cancelled'), engines):.3f} s")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("script", ["slow", "silent", "queued"])
+async def test_a_client_that_leaves_ends_its_turn(
+    http: httpx.AsyncClient, engines: DeploymentHandle, script: str, stream: bool
+) -> None:
+    name = f"{script}-left-{stream}"
+    body = {"model": "smollm2", "prompt": "a", "stream": stream}
+    asking = asyncio.create_task(http.post("/v1/completions", json=body, headers={"x-request-id": name}))
+    await until(is_open(name), engines)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    print(f"{name}: closed after {await until(is_gone(name), engines):.3f} s")
+
+
+async def test_sessions_are_listed_and_closed_for_their_owner_only(http: httpx.AsyncClient) -> None:
+    body = {"model": "smollm2", "prompt": "a", "max_tokens": 2}
+    for session in ("mine-1", "mine-2"):
+        answer = await http.post("/v1/completions", json=body, headers={"x-session-id": session})
+        assert answer.status_code == 200, answer.text
+    listed = (await http.get("/v1/sessions")).json()["data"]
+    assert {"mine-1", "mine-2"} <= {item["id"] for item in listed}
+    other = {"Authorization": f"Bearer {OTHER_KEY}"}
+    assert (await http.get("/v1/sessions", headers=other)).json()["data"] == []
+    assert (await http.delete("/v1/sessions/mine-1", headers=other)).status_code == 404
+    assert (await http.delete("/v1/sessions/mine-1")).status_code == 200
+    assert (await http.delete("/v1/sessions/mine-1")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/sessions", "/ready", "/no-such-path"])
+async def test_every_path_but_health_wants_a_key(base_url: str, engines: DeploymentHandle, path: str) -> None:
+    async with httpx.AsyncClient(base_url=base_url) as stranger:
+        assert (await stranger.get("/health")).status_code == 200
+        assert (await stranger.get(path)).status_code == 401
+        assert (await stranger.get(path, headers={"Authorization": "Bearer wrong-key"})).status_code == 401
+
+
+async def test_a_replica_that_dies_in_mid_answer_ends_the_turn_as_failed_and_the_next_goes_elsewhere(
+    client: HandleEngineClient, engines: DeploymentHandle, http: httpx.AsyncClient
+) -> None:
+    """This and the next test come last in this module: they cost replicas."""
+    key = session_key("o", "doomed")
+    stream = client.stream_turn(request("slow-doomed", "doomed"), routing_key=key)
+    deltas = [await anext(stream), await anext(stream)]
+    home = deltas[0].replica
+    await engines.broadcast("die", home).results_async(timeout_s=20, return_exceptions=True)
+    deltas += [delta async for delta in stream]
+    tokens = sum(len(delta.token_ids) for delta in deltas if isinstance(delta, TurnTokens))
+    lost = "the replica was lost in the middle of the answer"
+    assert deltas[-1] == TurnEnded(EndReason.FAILED, 3, 0, tokens, lost)
+
+    accepted, *_, ended = await turn(client, request("plain", "doomed"), key)
+    assert accepted.replica != home
+    assert ended.reason is EndReason.LENGTH
+    assert (await http.get("/ready")).status_code == 200
+
+
+async def test_a_turn_that_kills_its_replica_is_given_two_at_most(
+    client: HandleEngineClient, engines: DeploymentHandle
+) -> None:
+    await until(lambda seen: len(seen) == 2, engines)
+    before = {state["replica"] for state in await states(engines)}
+    [refused] = await turn(client, request("poison"))
+    assert refused.code is RefusalCode.UNAVAILABLE
+    await until(lambda seen: len(seen) == 2 and all(state["replica"] not in before for state in seen), engines)
+    accepted, *_ = await turn(client, request("plain"))
+    assert isinstance(accepted, TurnAccepted)
