@@ -1,0 +1,114 @@
+"""What every decoder must do, whatever is behind it (the protocol in engine_actor/decoding/decoder.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine_actor.decoding.decoder import Decoder, PoolGeometry
+from engine_actor.decoding.torch_decoder import TorchDecoder
+from tests.support import tiny_models
+from tests.support.doubles import ForcedDecoder, MixingDecoder, SyntheticDecoder
+from tests.support.packed import Row, pack
+
+BLOCK = 4
+SEQUENCE = [5, 9, 13, 20, 2, 11, 30, 8, 17, 6, 3]
+
+
+def _torch(family: str, dtype: str) -> Callable[[Path], Decoder]:
+    def build(folder: Path) -> Decoder:
+        tiny_models.build(family).save_pretrained(folder)
+        return TorchDecoder.load(folder, dtype=dtype, device="cpu")
+
+    return build
+
+
+DECODERS: dict[str, Callable[[Path], Decoder]] = {
+    "synthetic": lambda _: SyntheticDecoder(),
+    "forced": lambda _: ForcedDecoder(),
+    "mixing": lambda _: MixingDecoder(),
+    "torch llama bfloat16": _torch("llama", "bfloat16"),
+    "torch qwen3 float32": _torch("qwen3", "float32"),
+    "torch gemma3 float32": _torch("gemma3", "float32"),
+}
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
+    made = DECODERS[request.param](tmp_path)
+    made.allocate(PoolGeometry(32, BLOCK))
+    return made
+
+
+def run(
+    decoder: Decoder, rows: Sequence[Row], wanted: Sequence[int] | None = None, copies: Sequence[tuple[int, int]] = ()
+) -> np.ndarray:
+    logits = decoder.forward(pack(rows, wanted, copies))
+    array = logits.numpy() if isinstance(logits, torch.Tensor) else logits
+    assert array.dtype == np.float32
+    assert array.shape[1] == decoder.manifest.vocab_size
+    return np.array(array)
+
+
+def whole(decoder: Decoder) -> np.ndarray:
+    return run(decoder, [Row(SEQUENCE, 0, [1, 2, 3])])
+
+
+def test_logits_come_in_the_order_in_which_they_were_asked_for(decoder: Decoder) -> None:
+    expected = whole(decoder)
+    assert np.array_equal(run(decoder, [Row(SEQUENCE, 0, [1, 2, 3])], [10, 0, 4]), expected[[10, 0, 4]])
+
+
+def test_a_step_that_wants_no_logits_returns_none_and_still_writes(decoder: Decoder) -> None:
+    expected = whole(decoder)
+    assert run(decoder, [Row(SEQUENCE[:6], 0, [4, 5, 6])], []).shape == (0, decoder.manifest.vocab_size)
+    assert np.allclose(run(decoder, [Row(SEQUENCE[6:], 6, [4, 5, 6])]), expected[6:], atol=1e-4)
+
+
+def test_rows_are_the_same_in_any_company_chunk_and_place(decoder: Decoder) -> None:
+    if not decoder.row_invariant:
+        pytest.skip("this decoder does not claim it on this machine")
+    expected = whole(decoder)
+    other = [7, 7, 7, 12, 25]
+    for chunk in (1, 2, 5, 11):
+        blocks, found = [9, 20, 4], []
+        for start in range(0, len(SEQUENCE), chunk):
+            part = SEQUENCE[start : start + chunk]
+            rows = [Row(other, 0, [14, 15]), Row(part, start, blocks), Row(other[:2], 0, [16])]
+            found.append(run(decoder, rows)[len(other) : len(other) + len(part)])
+        assert np.array_equal(np.concatenate(found), expected), f"chunks of {chunk}"
+
+
+def test_a_step_writes_only_into_the_blocks_that_it_names(decoder: Decoder) -> None:
+    expected = whole(decoder)
+    run(decoder, [Row(SEQUENCE[:7], 0, [1, 2])], [])
+    run(decoder, [Row([3] * 12, 0, [5, 6, 7]), Row([4] * 9, 0, [8, 9, 10])], [])
+    assert np.allclose(run(decoder, [Row(SEQUENCE[7:], 7, [1, 2, 3])]), expected[7:], atol=1e-4)
+
+
+def test_positions_that_were_never_committed_are_written_again(decoder: Decoder) -> None:
+    """After a rollback the same positions are simply written anew."""
+    expected = whole(decoder)
+    run(decoder, [Row(SEQUENCE[:5], 0, [1, 2, 3])], [])
+    run(decoder, [Row([31, 31, 31, 31], 5, [1, 2, 3])], [])
+    assert np.allclose(run(decoder, [Row(SEQUENCE[5:], 5, [1, 2, 3])]), expected[5:], atol=1e-4)
+
+
+def test_blocks_are_copied_before_anything_is_written(decoder: Decoder) -> None:
+    expected = whole(decoder)
+    run(decoder, [Row(SEQUENCE[:6], 0, [1, 2])], [])
+    # One row goes on in the source block while another starts from its copy, in one step.
+    rows = [Row([29, 28], 6, [1, 2]), Row(SEQUENCE[6:], 6, [1, 7, 8])]
+    assert np.allclose(run(decoder, rows, copies=[(2, 7)])[2:], expected[6:], atol=1e-4)
+
+
+def test_the_manifest_describes_the_pools(decoder: Decoder) -> None:
+    paged = decoder.manifest.paged
+    assert paged.layers == tuple(range(len(paged.layers)))
+    per_position = 2 * len(paged.layers) * paged.kv_heads * paged.head_size * paged.element_bytes
+    assert paged.block_bytes(BLOCK) == BLOCK * per_position
+    assert all(0 <= token < decoder.manifest.vocab_size for token in decoder.manifest.eos_token_ids)
