@@ -24,6 +24,8 @@ from serve_app.openai.turns import AnswerEvent, Finished, Turn, answer_events
 
 log = logging.getLogger("moorage.http")
 
+# One encoder for all events: json.dumps with options would build a new one for each.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -102,4 +104,4 @@ class TurnResponse(Response):
 
 
 def _event(content: dict[str, object]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(content).encode() + b"\n\n"

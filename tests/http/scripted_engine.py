@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from engine_actor.turns import (
     EndReason,
@@ -19,6 +19,24 @@ from engine_actor.turns import (
 
 REPLICA = "replica-1"
 CACHED = 3
+
+
+class _Turn:
+    """A turn that counts how often it is closed: a bare generator is also closed when it is forgotten."""
+
+    def __init__(self, engine: ScriptedEngine, deltas: AsyncGenerator[TurnDelta, None]) -> None:
+        self._engine = engine
+        self._deltas = deltas
+
+    def __aiter__(self) -> AsyncIterator[TurnDelta]:
+        return self
+
+    async def __anext__(self) -> TurnDelta:
+        return await anext(self._deltas)
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()
+        self._engine.closed += 1
 
 
 class ScriptedEngine:
@@ -54,7 +72,10 @@ class ScriptedEngine:
         self.known_sessions: list[SessionInfo] = []
         self.session_calls: list[tuple[str, str]] = []
 
-    async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
+    def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
+        return _Turn(self, self._turn(request, routing_key))
+
+    async def _turn(self, request: TurnRequest, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         self.requests.append(request)
         self.routing_keys.append(routing_key)
         self.running += 1
@@ -70,7 +91,6 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
         finally:
             self.running -= 1
-            self.closed += 1
 
     def _deltas(self, request: TurnRequest) -> list[TurnDelta]:
         if self.refusal is not None:
