@@ -104,6 +104,7 @@ class RequestRecord:
         "preemptions",
         "processed",
         "prompt_boundary",
+        "served",
         "status",
         "submitted",
         "turn_generated",
@@ -129,6 +130,7 @@ class RequestRecord:
         self.admitted = False  # the current turn has had its first committed step
         self.submitted = 0  # order of begin_turn over the whole engine
         self.passed_over = 0  # steps in a row in which it could run and was left out
+        self.served = 0  # grows with every step of any request: lower means served longer ago
         self.overtaken = 0  # requests admitted past it while it waited for memory
         self.preemptions = 0  # of the current turn
         self.pending_events = 0

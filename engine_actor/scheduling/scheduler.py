@@ -3,7 +3,7 @@
 Order without fairness bounds, exactly that of S0: residents in resident order, then the queue in order of submission;
 of these, decodes first, then prefills, both stable. With bounds (FairnessBounds):
 
-    1. rows that were overtaken or passed over too often, then decodes (those passed over longest first), then prefills
+    1. rows that were overtaken or passed over too often, then decodes (in turn, if not all fit), then prefills
     2. while a prefill can run, decodes leave it a minimum share of the tokens
     3. a request that was overtaken too often closes the door to newer ones until it is in
 
@@ -52,6 +52,7 @@ class Scheduler:
         self._config = config
         self._row_limit = row_limit(config.max_scheduled_tokens, config.max_batch_size)
         bounds = config.fairness
+        self._services = 0
         self._bounded = bounds != FairnessBounds.off()
         self._prefill_reserve = math.ceil(bounds.min_prefill_share * config.max_scheduled_tokens)
 
@@ -74,6 +75,8 @@ class Scheduler:
     def note_committed(self, plan: StepPlan) -> None:
         """Keeps the fairness counters after a committed step: who took part, who was passed over or overtaken."""
         for row in plan.rows:
+            self._services += 1
+            row.record.served = self._services
             row.record.passed_over = row.record.overtaken = 0
         if not plan.deferrals:
             return
@@ -108,7 +111,8 @@ class Scheduler:
                     admission.consider(record)
                 decodes = [record for record in decodes if not self._overdue(record)]
                 prefills = [record for record in prefills if not self._overdue(record)]
-            decodes.sort(key=lambda record: -record.passed_over)
+            if len(decodes) > (self._decode_share() if prefills else self._row_limit):
+                decodes.sort(key=lambda record: record.served)
         first = self._decode_share() if prefills else len(decodes)
         for record in decodes[:first]:
             admission.consider(record)

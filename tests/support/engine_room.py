@@ -41,7 +41,7 @@ def advance(cache: PagedCache, *demands: RowDemand) -> Reservation:
 class Room:
     """Without fairness bounds and prefix reuse unless the configuration asks for them."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, decoder: SyntheticDecoder | None = None, **config: Any) -> None:
         defaults = {
             "num_blocks": 128,
             "block_size": 4,
@@ -50,7 +50,7 @@ class Room:
             "prefix_reuse": False,
             "fairness": FairnessBounds.off(),
         }
-        self.decoder = SyntheticDecoder()
+        self.decoder = decoder or SyntheticDecoder()
         self.engine = Engine(self.decoder, EngineConfig(**(defaults | config)))
         self.cache = self.engine._cache
         self.pool = self.cache.pool
