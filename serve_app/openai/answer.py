@@ -94,6 +94,7 @@ class TurnResponse(Response):
                     record_of(scope).completion_tokens = event.usage.completion_tokens
                     await write(*map(_event, self._form.closing(event)), _DONE)
         except ApiError as error:
+            log.warning("request %s failed after its answer had begun: %s", record_of(scope).request_id, error)
             await write(_event(error.envelope()))
         except OSError:
             raise ClientGone from None  # how some servers say in `send` that the client has left

@@ -105,9 +105,3 @@ class AnswerText:
 def text_digest(text: str) -> bytes:
     """What a HistorySpan carries: equal texts, equal digests."""
     return hashlib.sha256(text.encode()).digest()
-
-
-def answer_digest(tokenizer: Tokenizer, token_ids: Iterable[int]) -> bytes:
-    """The digest of the text that a client is sent for these generated tokens when no stop string cuts it."""
-    answer = AnswerText(tokenizer)
-    return text_digest(answer.push(token_ids) + answer.finish())
