@@ -4,7 +4,7 @@ Order without fairness bounds, exactly that of S0: residents in resident order, 
 of these, decodes first, then prefills, both stable. With bounds (FairnessBounds):
 
     1. rows that were overtaken or passed over too often, then decodes (in turn, if not all fit), then prefills
-    2. while a prefill can run, decodes leave it a minimum share of the tokens
+    2. while a prefill runs, decodes leave it a minimum share of the tokens, as far as it can use them
     3. a request that was overtaken too often closes the door to newer ones until it is in
 
 Budget: every selected row gets one token; what is left goes to prefills in order, each up to the rest of its sequence
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_actor.lifecycle import Lifecycle
-from engine_actor.options import EngineConfig, FairnessBounds
+from engine_actor.memory.reservation import RowDemand
+from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
 from engine_actor.outcomes import DeferralReason, StepOutcome
 from engine_actor.request import RequestRecord
 from engine_actor.scheduling.admission import Admission, Selection
@@ -103,6 +104,7 @@ class Scheduler:
         running = len(candidates) - len(self._lifecycle.queue)
         overtakes = self._config.fairness.max_overtakes
         admission = Admission(self._lifecycle.cache, self._row_limit, overtakes, running)
+        share = self._decode_share() if prefills else UNBOUNDED
         if self._bounded:
             overdue = [record for record in candidates if self._overdue(record)]
             if overdue:
@@ -111,21 +113,35 @@ class Scheduler:
                     admission.consider(record)
                 decodes = [record for record in decodes if not self._overdue(record)]
                 prefills = [record for record in prefills if not self._overdue(record)]
-            if len(decodes) > (self._decode_share() if prefills else self._row_limit):
+            if len(decodes) > min(share, self._row_limit):
                 decodes.sort(key=lambda record: record.served)
-        first = self._decode_share() if prefills else len(decodes)
-        for record in decodes[:first]:
-            admission.consider(record)
-        rows = len(admission.selection.rows)
+        rows = admission.selection.rows
+        decode_limit = len(rows) + share
+        held_back: list[RequestRecord] = []
+        for record in decodes:
+            if len(rows) < decode_limit:
+                admission.consider(record)
+            else:
+                held_back.append(record)
         for record in prefills:
             admission.consider(record)
-        prefill_runs = len(admission.selection.rows) > rows
-        for record in decodes[first:]:
-            if prefill_runs:
-                admission.defer(record, DeferralReason.ROWS)
-            else:
-                admission.consider(record)
+        if held_back:
+            # They get what the prefills cannot use.
+            wanted = sum(self._want(record, demand) for record, demand in rows)
+            last = len(rows) + self._config.max_scheduled_tokens - wanted
+            for record in held_back:
+                if len(rows) < last:
+                    admission.consider(record)
+                else:
+                    admission.defer(record, DeferralReason.ROWS)
         return admission.selection
+
+    def _want(self, record: RequestRecord, demand: RowDemand) -> int:
+        """Tokens that a row could use in this step."""
+        if not record.is_prefill:
+            return 1
+        remaining = demand.whole - demand.committed
+        return min(remaining, self._config.chunk_size) if self._config.chunk_size else remaining
 
     def _overtaken(self, record: RequestRecord) -> bool:
         return record.overtaken >= max(1, self._config.fairness.max_overtakes)
@@ -136,14 +152,11 @@ class Scheduler:
     def _decode_share(self) -> int:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
         if not self._prefill_reserve:
-            return self._row_limit
+            return UNBOUNDED
         return max(1, min(self._config.max_scheduled_tokens - self._prefill_reserve, self._row_limit - 1))
 
     def _share_out(self, selection: Selection, plan: StepPlan) -> None:
-        wants = []
-        for record, demand in selection.rows:
-            want = demand.whole - demand.committed if record.is_prefill else 1
-            wants.append(min(want, self._config.chunk_size) if self._config.chunk_size else want)
+        wants = [self._want(record, demand) for record, demand in selection.rows]
         counts = share_budget(wants, self._config.max_scheduled_tokens)
         for (record, demand), count in zip(selection.rows, counts, strict=True):
             target = demand.committed + count
