@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from http_harness import CHAT, COMPLETIONS, MODEL, Server, StartServer, error_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from serve_app.openai.protocol import ChatRequest, CompletionRequest
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
 
@@ -222,3 +225,35 @@ def test_any_content_type_will_do(server: Server) -> None:
     for kind in ("text/plain", "application/json; charset=utf-8", "application/x-www-form-urlencoded"):
         response = server.client.post(CHAT, content=dump({"messages": USER}), headers={"content-type": kind})
         assert response.status_code == 200
+
+
+FIELDS = [*ChatRequest.model_fields, *CompletionRequest.model_fields, "n", "logit_bias", "tools", "response_format"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    valid=st.booleans(),
+)
+def test_no_json_gets_a_500(server: Server, fields: dict[str, Any], path: str, valid: bool) -> None:
+    content = {"messages": USER, "prompt": "x"} | fields if valid else fields
+    response = server.client.post(path, content=dump(content))
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert error_of(response)["param"].split(".")[0] in {*FIELDS, "model"}
+
+
+def test_a_number_too_large_for_a_float_is_refused_by_name(server: Server) -> None:
+    response = server.client.post(CHAT, content=b'{"messages": [{"role": "user", "content": "x"}], "top_p": 1e999}')
+    assert (response.status_code, error_of(response)["param"]) == (400, "top_p")
+
+
+def test_the_openapi_document_is_served(server: Server) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert {CHAT, COMPLETIONS, "/v1/models", "/v1/sessions", "/health", "/ready"} <= set(paths)
