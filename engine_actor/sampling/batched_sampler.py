@@ -4,13 +4,16 @@ The rule: temperature; then top_k; then top_p over what top_k left, renormalised
 first candidate, in order of (-logit, token id), at which the cumulative probability exceeds u. A token is a function of
 its row's logits and parameters, its seed and the token's absolute index in the sequence, and of nothing else: every row
 is computed alone, by the same operations, whatever else is in the batch.
+
+Sorting a vocabulary would cost more than the rest of a step. Here only the few candidates are sorted among which the
+answer must lie; which they are is found by adding up weights between two bounds on the logit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +22,9 @@ from engine_actor.options import SamplingParams
 from engine_actor.sampling.philox import uniforms
 
 Float32 = NDArray[np.float32]
+Ids = NDArray[np.intp]
 
-NO_WEIGHT = 110.0  # exp(-110) is 0 in float32: whatever lies further below the peak can never be drawn
+EDGE = 1e-9  # share at the far end that is never asked for: far above the rounding of sums, far below what can be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,9 @@ class SampleRow:
 
 
 class BatchedSampler:
+    def __init__(self) -> None:
+        self._weights = np.empty(0, np.float32)  # of one row at a time; grown to the vocabulary once
+
     def sample(self, logits: Any, rows: Sequence[SampleRow]) -> list[int | None]:
         """One token a row; None for a row whose logits hold no usable number, so that it fails alone.
 
@@ -47,9 +54,12 @@ class BatchedSampler:
         tokens = [int(token) if ok else None for token, ok in zip(best, np.isfinite(peaks), strict=True)]
         random = [i for i, row in enumerate(rows) if not row.params.greedy and tokens[i] is not None]
         if random:
+            if len(self._weights) < host.shape[1]:
+                self._weights = np.empty(host.shape[1], np.float32)
             draws = uniforms([rows[i].params.seed for i in random], [rows[i].position for i in random])
-            for i, u in zip(random, draws, strict=True):
-                tokens[i] = _draw(host[i], float(peaks[i]), rows[i].params, float(u))
+            with np.errstate(over="ignore"):  # a logit infinitely far below the peak has no weight, as it should
+                for i, u in zip(random, draws, strict=True):
+                    tokens[i] = _draw(host[i], peaks[i], rows[i].params, float(u), self._weights)
         return tokens
 
 
@@ -60,47 +70,79 @@ def _to_host(logits: Any) -> Float32:
     return array
 
 
-def _draw(logits: Float32, peak: float, params: SamplingParams, u: float) -> int:
-    """Inverse CDF over as few candidates as decide it: those within a distance of the peak, widened until the
-    answer cannot depend on the rest."""
-    scaled = (logits - np.float32(peak)) / np.float32(params.temperature)
-    vocab = len(scaled)
-    top_k = min(params.top_k, vocab) if params.top_k else vocab
-    # Without top_k the weights of all tokens are needed, as the sum that u is measured against.
-    total = float(np.exp(scaled, dtype=np.float32).sum(dtype=np.float64)) if top_k == vocab else 0.0
-    width = 8.0
-    while True:
-        final = width > NO_WEIGHT
-        near = np.flatnonzero(scaled >= -width)
-        if final or total or len(near) >= top_k:
-            token = _pick(scaled, near, top_k, total, params.top_p, u, final)
-            if token is not None:
-                return token
-        width *= 2.0
+def _draw(logits: Float32, peak: np.float32, params: SamplingParams, u: float, room: Float32) -> int:
+    temperature = np.float32(params.temperature)
+    ids = None
+    if 0 < params.top_k < len(logits):
+        ids = _largest(logits, peak, params.top_k)
+        logits = logits[ids]
+    candidates = _Candidates(logits, peak, temperature, room)
+    if params.top_p < 1.0:
+        kept = candidates.through(candidates.locate(params.top_p, "left"))
+        ids = kept if ids is None else ids[kept]
+        candidates = _Candidates(logits[kept], peak, temperature, room)
+    chosen = candidates.locate(u, "right")
+    return chosen if ids is None else int(ids[chosen])
 
 
-def _pick(
-    scaled: Float32, near: NDArray[np.int64], top_k: int, total: float, top_p: float, u: float, final: bool
-) -> int | None:
-    """The chosen token, or None if candidates outside `near` could be the answer."""
-    values = scaled[near]
-    order = np.lexsort((near, -values))[:top_k]
-    cumulative = np.exp(values[order], dtype=np.float32).cumsum(dtype=np.float64)
-    complete = final or len(order) == top_k
-    if complete:
-        total = float(cumulative[-1])
-    kept, mass = len(cumulative), total
-    if top_p < 1.0:
-        # The shortest head whose probability reaches top_p; u then runs over that head alone.
-        kept = int(np.searchsorted(cumulative, top_p * total, side="left")) + 1
-        if kept > len(cumulative):
-            if not complete:
-                return None
-            kept = len(cumulative)
-        mass = float(cumulative[kept - 1])
-    chosen = int(np.searchsorted(cumulative[:kept], u * mass, side="right"))
-    if chosen >= kept:
-        if not complete:
-            return None
-        chosen = kept - 1
-    return int(near[order[chosen]])
+def _largest(logits: Float32, peak: np.float32, count: int) -> Ids:
+    """Ids of the `count` largest logits, ascending; of equal ones at the border the lowest ids are taken."""
+    reach = np.float32(4.0)
+    near = np.flatnonzero(logits >= peak - reach)
+    while len(near) < count:
+        reach *= np.float32(2.0)
+        near = np.flatnonzero(logits >= peak - reach)
+    values = logits[near]
+    border = np.partition(values, len(near) - count)[len(near) - count]
+    inside = np.flatnonzero(values > border)
+    at_border = np.flatnonzero(values == border)[: count - len(inside)]
+    return near[np.sort(np.concatenate([inside, at_border]))]
+
+
+class _Candidates:
+    """Logits of one row in ascending order of id, with their weights exp((logit - peak) / temperature)."""
+
+    def __init__(self, logits: Float32, peak: np.float32, temperature: np.float32, room: Float32) -> None:
+        self._peak = peak
+        self._temperature = temperature
+        self._logits = logits
+        self._weights = room[: len(logits)]
+        self._weigh(logits, self._weights)
+        self._total = float(self._weights.sum(dtype=np.float64))
+
+    def through(self, last: int) -> Ids:
+        """Indices of all candidates that do not come after `last` in order of (-logit, id), ascending."""
+        inside = self._logits >= self._logits[last]
+        inside[last + 1 :] &= self._logits[last + 1 :] != self._logits[last]
+        return np.flatnonzero(inside)
+
+    def locate(self, share: float, side: Literal["left", "right"]) -> int:
+        """Index of the first candidate, in order of (-logit, id), at which the cumulative weight reaches ("left") or
+        exceeds ("right") a share of the total."""
+        target = min(share, 1.0 - EDGE) * self._total
+        before, shell = self._shell(target, side)
+        # Only values are sorted: the answer is one of those equal to the value found, and these are in order of id.
+        members = self._logits[shell]
+        values = np.sort(members)[::-1]
+        weights = self._weigh(values, np.empty_like(values))
+        cumulative = before + weights.cumsum(dtype=np.float64)
+        rank = min(int(np.searchsorted(cumulative, target, side)), len(shell) - 1)
+        first = int(np.searchsorted(-values, -values[rank], "left"))
+        return int(shell[np.flatnonzero(members == values[rank])[rank - first]])
+
+    def _shell(self, target: float, side: str) -> tuple[float, Ids]:
+        """The candidates between two bounds on the logit that hold the answer, and the weight of all above them. The
+        lower bound goes down from the peak in doubling steps, until enough weight is above it."""
+        before, upper, width = 0.0, np.float32(np.inf), np.float32(8.0)
+        while True:
+            lower = self._peak - width * self._temperature
+            above = np.flatnonzero(self._logits >= lower)
+            mass = float(self._weights[above].sum(dtype=np.float64))
+            if mass > target or (mass == target and side == "left"):
+                return before, above[self._logits[above] < upper]
+            before, upper, width = mass, lower, np.float32(2.0) * width
+
+    def _weigh(self, logits: Float32, out: Float32) -> Float32:
+        np.subtract(logits, self._peak, out=out)
+        np.divide(out, self._temperature, out=out)
+        return np.exp(out, out=out)

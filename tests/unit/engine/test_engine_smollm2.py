@@ -178,10 +178,10 @@ def test_a_shared_system_prompt_is_computed_once(model: TorchDecoder, tokenizer:
     system = tokenizer.encode(PROSE, special_tokens=False)[:500]
     assert len(system) == 500
     shared = harness(model)
-    first = shared.answers([system + [11, 12, 13]], 8)
+    first = shared.answers([[*system, 11, 12, 13]], 8)
     before = shared.engine.metrics.prefill_tokens
-    second = shared.answers([system + [21, 22, 23]], 8)
+    second = shared.answers([[*system, 21, 22, 23]], 8)
     computed = shared.engine.metrics.prefill_tokens - before
     assert computed == 503 - 31 * 16
     cold = harness(model, prefix_reuse=False)
-    assert cold.answers([system + [11, 12, 13], system + [21, 22, 23]], 8) == [*first, *second]
+    assert cold.answers([[*system, 11, 12, 13], [*system, 21, 22, 23]], 8) == [*first, *second]
