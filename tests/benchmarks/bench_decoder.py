@@ -1,0 +1,116 @@
+"""Tokens per second of TorchDecoder.forward next to a plain transformers forward with its cache, in bfloat16.
+
+Same model file, batch, context and threads, one process; the two take turns, so that a change of the machine's speed
+hits both. No scheduler and no sampling on either side. Figures are medians.
+
+    python -m tests.benchmarks.bench_decoder --model smollm2.gguf --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONTEXT = 200
+PREFILL = 512
+BATCHES = (1, 8, 32)
+BLOCK_SIZE = 16
+
+
+def _arguments() -> argparse.Namespace:
+    home = Path(os.environ.get("MOORAGE_HOME") or Path.home() / ".cache" / "moorage")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path, default=home / "models" / "smollm2" / "model.gguf")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=12, help="timed calls of each side per case")
+    return parser.parse_args()
+
+
+def _take_turns(repeats: int, *sides: Callable[[], float]) -> list[float]:
+    """Median seconds of each side; a side returns the seconds of one call."""
+    for side in sides:
+        side()
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(repeats):
+        for side, taken in zip(sides, times, strict=True):
+            taken.append(side())
+    return [statistics.median(taken) for taken in times]
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    arguments = _arguments()
+    # Before torch: thread pools read these once, and spinning threads slow a shared machine down.
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from engine_actor.decoding.decoder import PoolGeometry
+    from engine_actor.decoding.torch_decoder import TorchDecoder
+    from tests.support.packed import Row, pack
+
+    torch.set_num_threads(arguments.threads)
+    where = {"gguf_file": arguments.model.name} if arguments.model.is_file() else {}
+    folder = arguments.model.parent if where else arguments.model
+    start = time.perf_counter()
+    decoder = TorchDecoder.load(arguments.model, dtype="bfloat16", device="cpu")
+    print(f"loaded in {time.perf_counter() - start:.1f} s; {arguments.threads} threads; torch {torch.__version__}")
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **where).eval()
+    blocks_each = max(CONTEXT + 1, PREFILL) // BLOCK_SIZE + 1
+    decoder.allocate(PoolGeometry(1 + blocks_each * max(BATCHES), BLOCK_SIZE))
+    tokens = torch.randint(3, decoder.manifest.vocab_size, (max(BATCHES), PREFILL)).tolist()
+
+    def blocks(row: int) -> range:
+        return range(1 + row * blocks_each, 1 + (row + 1) * blocks_each)
+
+    print(f"\n{'case':24}{'ours tok/s':>12}{'transformers':>14}{'ratio':>8}{'ours ms':>10}")
+    with torch.inference_mode():
+
+        def report(case: str, count: int, ours: Callable[[], float], theirs: Callable[[], float]) -> None:
+            mine, other = _take_turns(arguments.repeats, ours, theirs)
+            rates = f"{count / mine:12.0f}{count / other:14.0f}{other / mine:8.2f}"
+            print(f"{case:24}{rates}{mine * 1e3:10.2f}", flush=True)
+
+        for batch in BATCHES:
+            cache = DynamicCache(config=peer.config)
+            prompt = torch.tensor([row[:CONTEXT] for row in tokens[:batch]])
+            peer(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for row in range(batch):
+                decoder.forward(pack([Row(tokens[row][:CONTEXT], 0, blocks(row))], []))
+            last = torch.tensor([[row[CONTEXT]] for row in tokens[:batch]])
+            step = pack([Row(tokens[row][CONTEXT : CONTEXT + 1], CONTEXT, blocks(row)) for row in range(batch)])
+
+            def decode_peer(cache: DynamicCache = cache, last: torch.Tensor = last) -> float:
+                taken = _timed(lambda: peer(last, past_key_values=cache, use_cache=True))
+                cache.crop(-1)
+                return taken
+
+            def decode(step: Any = step) -> float:
+                return _timed(lambda: decoder.forward(step))
+
+            report(f"decode, batch {batch}", batch, decode, decode_peer)
+
+        step = pack([Row(tokens[0], 0, blocks(0))], [PREFILL - 1])
+        prompt = torch.tensor([tokens[0]])
+        report(
+            f"prefill, {PREFILL} tokens",
+            PREFILL,
+            lambda: _timed(lambda: decoder.forward(step)),
+            lambda: _timed(lambda: peer(prompt, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)),
+        )
+
+
+if __name__ == "__main__":
+    main()
