@@ -27,7 +27,12 @@ def prepare_environment(address: str | None = None) -> None:
     starts."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A call that comes after the end must fail, not start another Ray.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     if address is None:
+        # Ray lets its workers yield to every other process (niceness 15); a server is what this machine is
+        # for.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray's switch for "this machine only", whatever its name says: node address and listeners are
         # loopback.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -40,8 +45,9 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
     """Starts a Ray of our own, or joins the one at `address`. Raises ConnectionError if there is none."""
     prepare_environment(address)
     import ray
+    from ray import serve  # noqa: F401  # sets up its logger when it is imported
 
-    logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
     ray.init(
         address=address or "local",
         namespace=APPLICATION,
@@ -66,15 +72,17 @@ def start_serve(session: RaySession, host: str, port: int) -> RaySession:
     return RaySession(session.owned, started_serve=not before)
 
 
-def stop(session: RaySession, *, graceful: bool = True) -> None:
-    """Ends what was started, and nothing else. `graceful`: answers that run now may end first."""
-    import ray
+def remove_application(session: RaySession) -> None:
+    """Returns when the answers that run have ended and the replicas are gone, or their time has run out."""
     from ray import serve
 
-    if not ray.is_initialized():
-        return
-    if graceful:
-        serve.delete(APPLICATION)
-        if session.started_serve and not session.owned and not serve.status().applications:
-            serve.shutdown()
+    serve.delete(APPLICATION)
+    if session.started_serve and not session.owned and not serve.status().applications:
+        serve.shutdown()
+
+
+def disconnect() -> None:
+    """Stops a Ray of our own with all its processes; leaves a cluster that was joined."""
+    import ray
+
     ray.shutdown()

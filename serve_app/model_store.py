@@ -74,7 +74,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     for model in (
         KnownModel(
             name="smollm2",
-            about="SmolLM2-135M-Instruct, Q4_1: chat, small enough for any laptop",
+            about="SmolLM2-135M-Instruct, Q4_1: chat",
             license="Apache-2.0",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
@@ -89,7 +89,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
         ),
         KnownModel(
             name="gemma3",
-            about="Gemma 3 270M base, Q4_K_M: completions, not chat",
+            about="Gemma 3 270M, Q4_K_M: completions only",
             license="Gemma terms of use",
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             size=253_113_024,

@@ -15,7 +15,7 @@ from scripted import Deploy
 from serve_app.app import ENGINES, assemble
 from serve_app.config import AppArgs
 from serve_app.deployments import EngineDeployment
-from serve_app.local_ray import APPLICATION, start_ray, start_serve, stop
+from serve_app.local_ray import APPLICATION, disconnect, start_ray, start_serve
 
 # Replicas import what is installed; the doubles travel with their class.
 cloudpickle.register_pickle_by_value(scripted)
@@ -31,7 +31,7 @@ def base_url() -> Iterator[str]:
         start_serve(session, "127.0.0.1", port)
         yield f"http://127.0.0.1:{port}"
     finally:
-        stop(session, graceful=False)
+        disconnect()
 
 
 @pytest.fixture(scope="session")

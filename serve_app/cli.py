@@ -1,0 +1,149 @@
+"""The `moorage` command. Each command lives in `serve_app/commands`, loaded when it is used: `--help` starts
+no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="moorage",
+    help="Serves language models for conversations: a turn costs only its new tokens.\n\n"
+    "Start with `moorage serve`, then `moorage chat` in another terminal.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="The models that are known by name: what they are, what is fetched.")
+app.add_typer(models_app, name="models")
+
+Url = Annotated[str, typer.Option(help="Where the server is.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A known name (`moorage models`), a Hugging Face folder or a GGUF file. [default: smollm2]"),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engine replicas. [default: 1]")] = None,
+    host: Annotated[str, typer.Option(help="Address to serve on; beyond loopback an API key is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve on.")] = 8000,
+    backend: Annotated[str | None, typer.Option(help="What runs the model: torch. [default: torch]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. [default: bfloat16]")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
+    numerics: Annotated[
+        str | None,
+        typer.Option(help="exact: a token is the same in any batch; fast: near ties may differ. [default: exact]"),
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="KV cache: a share of free memory (0.3) or bytes (2GiB). [default: 0.3]")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence, answer included. [default: the model's context]")
+    ] = None,
+    max_batch_size: Annotated[int | None, typer.Option(help="Sequences in one step. [default: 32]")] = None,
+    max_sessions: Annotated[int | None, typer.Option(help="Conversations kept resident. [default: 256]")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads a replica. [default: cores / replicas]")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name clients use.")] = None,
+    ingress_replicas: Annotated[int | None, typer.Option(help="HTTP processes. [default: 1]")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that clients may use; repeat it for more. Others see it in `ps`: prefer a file."),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with fields of AppArgs; flags win over it.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Join this Ray cluster (`auto`, or host:port) instead of starting one of our own."),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model over an OpenAI-compatible API until Ctrl-C.
+
+    Fetches the model if need be, starts a Ray of its own (or joins one with --address), and prints one
+    `ready` line with a request to paste. Ctrl-C stops what it started and nothing else. Keys may also come
+    from MOORAGE_API_KEYS.
+    """
+    from serve_app.commands.serve import ServeOptions, run
+
+    flags: dict[str, Any] = {
+        "model": model,
+        "replicas": replicas,
+        "backend": backend,
+        "dtype": dtype,
+        "device": device,
+        "numerics": numerics,
+        "kv_memory": kv_memory,
+        "max_model_len": max_model_len,
+        "max_batch_size": max_batch_size,
+        "max_sessions": max_sessions,
+        "threads": threads,
+        "served_model_name": served_model_name,
+        "ingress_replicas": ingress_replicas,
+        "api_keys": tuple(api_key) if api_key else None,
+        "api_key_file": api_key_file,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    raise typer.Exit(run(ServeOptions(host, port, address, config, verbose), given))
+
+
+@app.command()
+def chat(
+    url: Url = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="[default: the first that the server names]")] = None,
+    session: Annotated[str | None, typer.Option(help="Go on with this session. [default: a new one]")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="[default: the server's]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="MOORAGE_API_KEY", help="Key of the server.")] = None,
+) -> None:
+    """Talk to a running server in the terminal.
+
+    The conversation is one session: its turns go to the replica that holds it. /new begins another one, /quit
+    leaves; Ctrl-C stops an answer.
+    """
+    from serve_app.commands.chat import Chat
+
+    raise typer.Exit(Chat(url, model, session, system, temperature, max_tokens, api_key).run())
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context) -> None:
+    """List the models that are known by name, with their size and whether they are here."""
+    from serve_app.commands.models import show
+
+    if context.invoked_subcommand is None:
+        show()
+
+
+@models_app.command("fetch")
+def models_fetch(name: Annotated[str, typer.Argument(help="One of the names that `moorage models` lists.")]) -> None:
+    """Fetch a model into $MOORAGE_HOME (default ~/.cache/moorage) and check it. Instant if it is there."""
+    from serve_app.commands.models import fetch_by_name
+
+    raise typer.Exit(fetch_by_name(name))
+
+
+@app.command()
+def doctor(
+    host: Annotated[str, typer.Option(help="Address to check.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to check.")] = 8000,
+) -> None:
+    """Check this machine: versions, devices, compiler, ports, memory. Exit code 1 if serving would fail."""
+    from serve_app.commands.doctor import run
+
+    raise typer.Exit(run(host, port))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""`moorage doctor`: would serving work on this machine, and how well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from rich.markup import escape
+from rich.table import Table
+
+from engine_actor.free_memory import free_host_bytes
+from serve_app.commands.console import console
+from serve_app.local_ports import BindRefused, require_free_port
+from serve_app.model_store import KNOWN_MODELS, cached_path, home
+
+_RAM_NEEDED = 2 * 2**30  # Ray's own processes and one small model
+_DISK_NEEDED = 2**30
+_SHM_NEEDED = 256 * 2**20
+
+
+class Mark(StrEnum):
+    GOOD = "[green]ok[/]"
+    NOTE = "[yellow]note[/]"
+    BAD = "[bold red]no[/]"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`NOTE` is slower or less than it could be; `BAD` means that `moorage serve` would fail."""
+
+    mark: Mark
+    what: str
+    detail: str
+
+
+def run(host: str, port: int) -> int:
+    """Prints the findings and a verdict. The exit code: 1 if any is bad."""
+    findings = [finding for check in checks(host, port) for finding in check()]
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        table.add_row(finding.mark, escape(finding.what), escape(finding.detail))
+    console.print(table)
+    bad = [finding.what for finding in findings if finding.mark is Mark.BAD]
+    notes = sum(finding.mark is Mark.NOTE for finding in findings)
+    if bad:
+        console.print(f"[bold red]Serving would fail here[/]: {escape(', '.join(bad))}.")
+    elif notes:
+        console.print(f"[bold green]Ready to serve[/], with {notes} note{'s' if notes > 1 else ''} above.")
+    else:
+        console.print("[bold green]Ready to serve.[/]")
+    return 1 if bad else 0
+
+
+def checks(host: str, port: int) -> list[Callable[[], Iterator[Finding]]]:
+    return [_versions, _processor, _devices, _native_kernels, lambda: _port(host, port), _memory, _storage]
+
+
+def _versions() -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding(Mark.GOOD if sys.version_info >= (3, 11) else Mark.BAD, "python", f"{version} (3.11 or newer)")
+    try:
+        requirements = importlib.metadata.requires("moorage") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(Mark.NOTE, "moorage", "runs from its sources, not installed: versions are not compared")
+        return
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(Mark.BAD, requirement.name, f"not installed; wanted {requirement}")
+            continue
+        fits = requirement.specifier.contains(found, prereleases=True)
+        yield Finding(
+            Mark.GOOD if fits else Mark.BAD, requirement.name, found if fits else f"{found}; wanted {requirement}"
+        )
+
+
+def _processor() -> Iterator[Finding]:
+    flags = _cpu_flags()
+    fast = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
+    cores = os.cpu_count() or 1
+    mark = Mark.GOOD if {"amx_bf16", "avx512_bf16"} & set(fast) else Mark.NOTE
+    note = "" if mark is Mark.GOOD else "; no bf16 instructions, so bf16 is slower here"
+    yield Finding(mark, "processor", f"{cores} cores, {platform.machine()}, {', '.join(fast) or 'no AVX'}{note}")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding(Mark.GOOD, "devices", "CPU; no CUDA device")
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield Finding(Mark.GOOD, f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+
+
+def _native_kernels() -> Iterator[Finding]:
+    """Compiles them if they are not there yet, as the first replica would."""
+    from kernels.build import BuildError, find_compiler, library_path
+
+    try:
+        yield Finding(Mark.GOOD, "compiler", find_compiler())
+        yield Finding(Mark.GOOD, "native kernels", str(library_path()))
+    except BuildError as error:
+        yield Finding(Mark.NOTE, "native kernels", f"none, so CPUs run the slower reference: {error}")
+
+
+def _port(host: str, port: int) -> Iterator[Finding]:
+    try:
+        require_free_port(host, port)
+        yield Finding(Mark.GOOD, "port", f"{host}:{port} is free")
+    except BindRefused as error:
+        yield Finding(Mark.BAD, "port", str(error))
+
+
+def _memory() -> Iterator[Finding]:
+    free = free_host_bytes()
+    mark = Mark.GOOD if free >= _RAM_NEEDED else Mark.BAD
+    yield Finding(mark, "memory", f"{free / 2**30:.1f} GiB free (at least {_RAM_NEEDED / 2**30:.0f})")
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").free
+        mark = Mark.GOOD if shared >= _SHM_NEEDED else Mark.NOTE
+        yield Finding(mark, "shared memory", f"{shared / 2**20:.0f} MiB in /dev/shm (Ray's object store)")
+
+
+def _storage() -> Iterator[Finding]:
+    folder = home()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    here = [name for name, model in KNOWN_MODELS.items() if cached_path(model) is not None]
+    detail = f"{folder}: {free / 2**30:.1f} GiB free, models here: {', '.join(here) or 'none yet'}"
+    if not os.access(place, os.W_OK):
+        yield Finding(Mark.BAD, "cache folder", f"{folder} cannot be written; set MOORAGE_HOME")
+    else:
+        yield Finding(Mark.GOOD if here or free >= _DISK_NEEDED else Mark.BAD, "cache folder", detail)

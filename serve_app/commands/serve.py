@@ -1,0 +1,237 @@
+"""`moorage serve`: from flags to a server that is ready, and back to a machine as it was."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import yaml
+from pydantic import ValidationError
+
+from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
+from serve_app.config import AppArgs, describe_errors
+from serve_app.local_ports import BindRefused, require_free_port, require_key_beyond_loopback
+from serve_app.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
+from serve_app.model_store import KNOWN_MODELS, ModelStoreError
+from serve_app.text.tokenizer import load_tokenizer
+
+DEFAULT_MODEL = "smollm2"
+DRAIN_SECONDS = 30.0
+_LOOK_SECONDS = 5.0
+_SAME_SIGNAL_SECONDS = 1.0
+
+
+class StartFailed(Exception):
+    """The server could not be started; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Where to serve and on which Ray; the rest is in AppArgs."""
+
+    host: str
+    port: int
+    address: str | None
+    config: Path | None
+    verbose: bool
+
+
+def read_args(config: Path | None, flags: Mapping[str, Any]) -> AppArgs:
+    """Flags over the file over the defaults. Raises StartFailed, one line a field."""
+    fields: dict[str, Any] = {"model": DEFAULT_MODEL}
+    if config is not None:
+        try:
+            loaded = yaml.safe_load(config.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise StartFailed(f"--config {config}: {error}") from None
+        if not isinstance(loaded, dict | None):
+            raise StartFailed(f"--config {config}: wanted fields and their values, found {type(loaded).__name__}")
+        fields |= loaded or {}
+    try:
+        return AppArgs.model_validate({**fields, **flags})
+    except ValidationError as error:
+        raise StartFailed("\n".join(describe_errors(error))) from None
+
+
+def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
+    """Serves until a signal. The exit code: 0 stopped on request, 1 it failed, 2 it was asked for the
+    impossible."""
+    # A terminal sends SIGINT, a process manager SIGTERM: both end it the same way, also while it starts.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begun = time.monotonic()
+    try:
+        args = read_args(options.config, flags)
+        require_key_beyond_loopback(options.host, has_keys=bool(args.load_api_keys()))
+        if options.address is None:
+            require_free_port(options.host, options.port)
+    except (StartFailed, BindRefused, ValueError) as error:
+        fail(str(error))
+        return 2
+    session: RaySession | None = None
+    try:
+        if options.address is None:
+            path = fetch_with_bar(args.model)
+            if args.model not in KNOWN_MODELS:  # the workers have other working directories
+                args = args.model_copy(update={"model": str(path), "served_model_name": args.model_name()})
+        with step("Ray"):
+            session = start_ray(options.address, verbose=options.verbose)
+        with step(f"Serve on {options.host}:{options.port}"):
+            session = start_serve(session, options.host, options.port)
+        with step(f"{args.model_name()} on {args.replicas} replica{'s' if args.replicas > 1 else ''}") as progress:
+            _deploy(args, progress)
+            _wait_until_ready(options, progress)
+        _print_facts()
+        say(f"ready after {time.monotonic() - begun:.1f} s; try: {_curl(options, args)}")
+        return _watch()
+    except (StartFailed, ModelStoreError, ConnectionError) as error:
+        fail(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if session is not None:
+            _stop(session)
+        elif "ray" in sys.modules:  # interrupted while it started
+            disconnect()
+
+
+def _deploy(args: AppArgs, progress: Step) -> None:
+    """Deploys in a thread, so that signals and the spinner go on. Raises StartFailed with the reason of a
+    replica."""
+    from ray import serve
+
+    from serve_app.app import ENGINES, build
+
+    if APPLICATION in serve.status().applications:
+        raise StartFailed(f"this cluster already runs an application named {APPLICATION!r}; stop it first")
+    failures: list[BaseException] = []
+
+    def deploy() -> None:
+        try:
+            serve.run(build(args), name=APPLICATION)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=deploy, name="deploy", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+        application = serve.status().applications.get(APPLICATION)
+        engines = application.deployments.get(ENGINES) if application else None
+        running = engines.replica_states.get("RUNNING", 0) if engines else 0
+        progress.note(f"({running}/{args.replicas} ready)")
+    if failures:
+        raise StartFailed(_reason(failures[0]))
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of the traceback that a replica died with, which names the error; else what Serve
+    says."""
+    from ray import serve
+
+    application = serve.status().applications.get(APPLICATION)
+    messages = [d.message for d in application.deployments.values() if d.message] if application else []
+    for message in messages:
+        if "Traceback" in message or "Error" in message:
+            lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(" ")]
+            return f"a replica could not start: {lines[-1]}"
+    return str(error)
+
+
+def _wait_until_ready(options: ServeOptions, progress: Step) -> None:
+    """The proxy has learned the route, and a replica takes turns."""
+    deadline = time.monotonic() + 60
+    with httpx.Client(trust_env=False, timeout=5) as client:
+        while time.monotonic() < deadline:
+            try:
+                if client.get(f"{_base_url(options)}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            progress.note("(waiting for the proxy)")
+            time.sleep(0.1)
+    raise StartFailed(f"nothing answers on {_base_url(options)}; a Serve that ran before keeps its own address")
+
+
+def _print_facts() -> None:
+    from ray import serve
+
+    from serve_app.app import ENGINES
+
+    for facts in serve.get_deployment_handle(ENGINES, APPLICATION).broadcast("describe").results(timeout_s=30):
+        short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
+        say(
+            f"  {facts['replica']}: {facts['dtype']}, loaded in {facts['load_seconds']:.1f} s; KV cache "
+            f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
+            f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
+        )
+
+
+def _base_url(options: ServeOptions) -> str:
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    host = everywhere.get(options.host, options.host)
+    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{options.port}"
+
+
+def _curl(options: ServeOptions, args: AppArgs) -> str:
+    """One line to paste. A model without a chat template gets a completion."""
+    chats = options.address is not None or load_tokenizer(fetch_with_bar(args.model)).template is not None
+    question = "What is the capital of France?"
+    asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": "The capital of France is"}
+    body = json.dumps({"model": args.model_name(), **asked, "max_tokens": 64, "temperature": 0})
+    path = "chat/completions" if chats else "completions"
+    key = ' -H "authorization: Bearer $MOORAGE_API_KEY"' if args.load_api_keys() else ""
+    return f"curl {_base_url(options)}/v1/{path} -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
+
+
+def _watch() -> int:
+    """Returns when the application is gone; a signal leaves by KeyboardInterrupt."""
+    from ray import serve
+
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        try:
+            gone = APPLICATION not in serve.status().applications
+        except Exception as error:  # whatever Ray raises when its processes are gone
+            fail(f"Ray does not answer any more: {error}")
+            return 1
+        if gone:
+            fail("the application was deleted by someone else")
+            return 1
+
+
+def _stop(session: RaySession) -> None:
+    """Lets running answers end, for a while; another signal ends the wait. Then nothing of ours is left."""
+    begun = time.monotonic()
+    hurry = threading.Event()
+
+    def again(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - begun > _SAME_SIGNAL_SECONDS:  # a process group gets one signal more than once
+            hurry.set()
+
+    signal.signal(signal.SIGINT, again)
+    signal.signal(signal.SIGTERM, again)
+    say(f"stopping; running answers have {DRAIN_SECONDS:.0f} s (Ctrl-C again: stop now)")
+    draining = threading.Thread(target=_drain, args=(session,), name="drain", daemon=True)
+    draining.start()
+    while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:
+        draining.join(0.1)
+    disconnect()
+    say("stopped")
+
+
+def _drain(session: RaySession) -> None:
+    try:
+        remove_application(session)
+    except Exception as error:  # Ray may be gone already; what is left is stopped in any case
+        fail(f"the application could not be removed in order: {error}")
