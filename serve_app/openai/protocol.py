@@ -16,9 +16,6 @@ from pydantic_core import PydanticCustomError
 from engine_actor.options import MAX_INT32
 from serve_app.ingress.errors import bad_value
 
-# Pydantic alone lets lone surrogates pass in a plain string.
-Text = Annotated[str, BeforeValidator(lambda value: value if value is None else _text(value, "it"))]
-
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -44,7 +41,7 @@ def _refuse(message: str) -> NoReturn:
     raise PydanticCustomError("value_error", "{message}", {"message": message})
 
 
-def _text(value: object, what: str = "the value") -> str:
+def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
         _refuse(f"{what} must be a string")
     try:
@@ -52,6 +49,14 @@ def _text(value: object, what: str = "the value") -> str:
     except UnicodeEncodeError:
         _refuse(f"{what} holds half of a surrogate pair, which is no character")
     return value
+
+
+def _whole_text(value: object) -> str:
+    """Pydantic alone lets lone surrogates pass in a plain string."""
+    return _text(value, "it")
+
+
+Text = Annotated[str, BeforeValidator(_whole_text)]
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -74,7 +79,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
             _refuse("several prompts in one request are not served yet; send one request for each")
         value = value[0]
     if isinstance(value, str):
-        return _text(value)
+        return _whole_text(value)
     if not isinstance(value, list) or any(type(token) is not int for token in value):
         _refuse("must be a string or a list of token ids")
     return tuple(value)
@@ -88,7 +93,7 @@ def _content(value: object, info: ValidationInfo) -> str:
         return ""
     if isinstance(value, list):
         return "\n".join(_part(part, i) for i, part in enumerate(value))
-    return _text(value, "it") if isinstance(value, str) else _refuse("must be a string or a list of text parts")
+    return _whole_text(value) if isinstance(value, str) else _refuse("must be a string or a list of text parts")
 
 
 def _part(part: object, index: int) -> str:
