@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels import native
+
+# Row counts that the probe of row invariance cuts its batch into; 1 and 2 to 8 are where libraries change kernels.
+_PROBE_COUNTS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128)
+_probed: dict[tuple[int, int, torch.dtype, int], bool] = {}
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -16,23 +26,129 @@ class PackedLinear:
 
     weight  bfloat16 or float32 [N, K]
     bias    [N] or None
+
+    On CPU the native product runs, except for bfloat16 weights on a processor with bfloat16 arithmetic: there oneDNN
+    is faster for many rows and is taken if it passes a probe of row invariance. Where there is no compiler
+    oneDNN runs in any case. On CUDA it is F.linear.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        assert weight.dtype in (torch.bfloat16, torch.float32), weight.dtype
         self.out_features, self.in_features = weight.shape
-        self._weight = weight.detach().clone()
-        self._bias = None if bias is None else bias.detach().to(weight.dtype).clone()
+        self._run = _choose(weight.detach(), None if bias is None else bias.detach())
 
     @property
     def kind(self) -> str:
         """The implementation: "native-bf16", "native-fp32", "onednn-bf16", "onednn-fp32" or "torch"."""
-        return "torch"
+        return self._run.kind
 
     @property
     def row_invariant(self) -> bool:
-        """A row's result is the same bits alone and in any batch."""
-        return False
+        """A row's result is the same bits alone and in any batch.
+
+        By construction for the native product; by a probe, once per shape and thread count, for oneDNN.
+        """
+        return self._run.row_invariant
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [T, K] -> float32 [T, N]."""
+        """x float32 [T, K] -> a new float32 [T, N]."""
+        return self._run(x)
+
+
+class _Native:
+    """The C++ product of kernels/cpu/linear.cpp: each element one chain over k."""
+
+    row_invariant = True
+
+    def __init__(self, library: Any, weight: Tensor, bias: Tensor | None) -> None:
+        bf16 = weight.dtype == torch.bfloat16
+        self.kind = "native-bf16" if bf16 else "native-fp32"
+        self._function = library.moorage_linear_bf16 if bf16 else library.moorage_linear_f32
+        self._n, self._k = weight.shape
+        weight = weight.contiguous()
+        self._packed = torch.empty(library.moorage_linear_packed_size(self._n, self._k), dtype=weight.dtype)
+        pack = library.moorage_linear_pack_bf16 if bf16 else library.moorage_linear_pack_f32
+        pack(weight.data_ptr(), self._packed.data_ptr(), self._n, self._k, torch.get_num_threads())
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._pointers = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32 and x.shape[1] == self._k, (x.dtype, x.shape)
+        x = x.contiguous()
+        rows = x.shape[0]
+        y = torch.empty(rows, self._n)
+        packed, bias = self._pointers
+        self._function(x.data_ptr(), packed, bias, y.data_ptr(), rows, self._n, self._k, torch.get_num_threads())
+        return y
+
+
+class _OneDnn:
+    """oneDNN with the weight in its own blocked layout; in bfloat16, activations and results are rounded to it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.kind = "onednn-bf16" if weight.dtype == torch.bfloat16 else "onednn-fp32"
+        self._shape, self._dtype = (weight.shape[0], weight.shape[1]), weight.dtype
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self._dtype).contiguous()
+        if x.shape[0] == 1:
+            # A single row would take another kernel, with another order of its sums.
+            x = x.expand(2, -1).contiguous()
+            return self._product(x)[:1]
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "").float()
+        return y if self._bias is None else y + self._bias
+
+    @property
+    def row_invariant(self) -> bool:
+        key = (*self._shape, self._dtype, torch.get_num_threads())
+        if key not in _probed:
+            _probed[key] = rows_agree(self, self._shape[1])
+        return _probed[key]
+
+
+class _Torch:
+    """F.linear, for CUDA and for builds of torch without oneDNN."""
+
+    kind = "torch"
+    row_invariant = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight.clone()
+        self._bias = None if bias is None else bias.to(weight.dtype).clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias).float()
+
+
+def _choose(weight: Tensor, bias: Tensor | None) -> _Native | _OneDnn | _Torch:
+    if weight.is_cuda:
+        return _Torch(weight, bias)
+    library = native.library()
+    one_dnn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if library is None:
+        return _OneDnn(weight, bias) if one_dnn else _Torch(weight, bias)
+    if one_dnn and weight.dtype == torch.bfloat16 and _has_bf16_arithmetic():
+        candidate = _OneDnn(weight, bias)
+        if candidate.row_invariant:
+            return candidate
+    return _Native(library, weight, bias)
+
+
+def _has_bf16_arithmetic() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def rows_agree(function: Callable[[Tensor], Tensor], width: int) -> bool:
+    """Whether `function` gives rows of a random batch [T, width] the same bits when they come in smaller batches."""
+    batch = torch.randn(max(_PROBE_COUNTS) + 1, width, generator=torch.Generator().manual_seed(0))
+    whole = function(batch)
+    return all(
+        torch.equal(function(batch[start : start + count]), whole[start : start + count])
+        for count in _PROBE_COUNTS
+        for start in (0, len(batch) - count)
+    )

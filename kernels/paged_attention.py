@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import native
+from kernels.layout import dense_rows
+
 KEY_TILE = 64
 _QUERY_TILE = 16
 
@@ -126,4 +129,34 @@ def paged_attention(
     window                  0, or how many of the last positions a query sees, its own included
     Returns a new dense float32 [T, Hq, D].
     """
-    return paged_attention_reference(q, key_cache, value_cache, block_table, cumulative, past, scale, window)
+    library = native.library()
+    if library is None or q.is_cuda:
+        return paged_attention_reference(q, key_cache, value_cache, block_table, cumulative, past, scale, window)
+    assert q.dtype == torch.float32 and q.shape[2] % 8 == 0, (q.dtype, q.shape)
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
+    assert block_table.dtype == cumulative.dtype == past.dtype == torch.int32
+    q, block_table = dense_rows(q), block_table.contiguous()
+    tokens, query_heads, head_size = q.shape
+    output = torch.empty(tokens, query_heads, head_size)
+    bf16 = key_cache.dtype == torch.bfloat16
+    function = library.moorage_paged_attention_bf16 if bf16 else library.moorage_paged_attention_f32
+    function(
+        q.data_ptr(),
+        q.stride(0),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_table.data_ptr(),
+        cumulative.data_ptr(),
+        past.data_ptr(),
+        output.data_ptr(),
+        block_table.shape[0],
+        query_heads,
+        key_cache.shape[2],
+        head_size,
+        key_cache.shape[1],
+        block_table.shape[1],
+        scale,
+        window,
+        torch.get_num_threads(),
+    )
+    return output

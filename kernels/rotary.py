@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from kernels import native
+from kernels.layout import is_dense_rows
 
 
 def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -24,4 +28,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos  float32 [T, D/2], the rows of the tokens' positions
     sin  float32 [T, D/2]
     """
-    return apply_rotary_reference(x, cos, sin)
+    library = native.library()
+    if library is None or x.is_cuda:
+        return apply_rotary_reference(x, cos, sin)
+    assert x.dtype == cos.dtype == sin.dtype == torch.float32, (x.dtype, cos.dtype, sin.dtype)
+    assert is_dense_rows(x) and cos.is_contiguous() and sin.is_contiguous(), (x.stride(), cos.stride(), sin.stride())
+    tokens, heads, head_size = x.shape
+    elements = tokens * heads * head_size
+    library.moorage_rotary(
+        x.data_ptr(),
+        x.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        tokens,
+        heads,
+        head_size // 2,
+        torch.get_num_threads() if elements > native.PARALLEL_ELEMENTS else 1,
+    )
+    return x

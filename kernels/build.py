@@ -1,0 +1,123 @@
+"""Compiles kernels/cpu into one shared library, once for each machine, compiler and version of the sources."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "cpu"
+
+# -ffp-contract=off: a fused multiply-add only where the source says so, which keeps results a matter of the source.
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fopenmp", "-fPIC")
+
+_TIMEOUT_SECONDS = 300
+
+
+class BuildError(Exception):
+    """Why there is no library; the text is meant for the user."""
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept: $MOORAGE_HOME/kernels, by default ~/.cache/moorage/kernels."""
+    home = os.environ.get("MOORAGE_HOME")
+    return (Path(home).expanduser() if home else Path.home() / ".cache" / "moorage") / "kernels"
+
+
+def find_compiler() -> str:
+    """The path of $CXX, else of the first of g++, c++ and clang++. Raises BuildError."""
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise BuildError(f"CXX={wanted!r} is no program" if wanted else "no C++ compiler (g++, c++ or clang++) found")
+
+
+def library_path() -> Path:
+    """Path of the built library; builds it when the cache has none.
+
+    Safe in several processes at once: one builds under a file lock, the others wait and find the result.
+    Raises BuildError with the reason when it can't be built.
+    """
+    compiler = find_compiler()
+    folder = cache_folder() / _fingerprint(compiler)
+    library = folder / "libmoorage_kernels.so"
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(compiler, library)
+    except OSError as error:
+        raise BuildError(f"no library can be kept in {folder}: {error}") from error
+    return library
+
+
+def _fingerprint(compiler: str) -> str:
+    """Names everything that the library's bits depend on: sources, flags, compiler, processor."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    digest.update("\0".join(FLAGS).encode())
+    digest.update(_run([compiler, "--version"]).encode())
+    digest.update(_processor().encode())
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What -march=native looks at: the processor's name and its instruction sets."""
+    lines = [platform.machine()]
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+        first_cpu = info.read_text().split("\n\n", 1)[0]
+        lines += [line for line in first_cpu.splitlines() if line.startswith(wanted)]
+    return "\n".join(lines)
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Compiles into a folder beside `library` and renames the result to it, so that it is there whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        # Sources side by side: the slowest one decides how long the first start waits.
+        jobs = []
+        for source in sorted(SOURCES.glob("*.cpp")):
+            target = Path(scratch) / f"{source.stem}.o"
+            command = [compiler, *FLAGS, "-c", str(source), "-o", str(target)]
+            jobs.append((command, target, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+        try:
+            for command, _, process in jobs:
+                _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
+                if process.returncode:
+                    raise BuildError(_failure(command, errors))
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{compiler} took longer than {_TIMEOUT_SECONDS} s") from error
+        finally:
+            for _, _, process in jobs:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        built = Path(scratch) / library.name
+        _run([compiler, *FLAGS, "-shared", *(str(target) for _, target, _ in jobs), "-o", str(built)])
+        os.replace(built, library)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from error
+    if result.returncode:
+        raise BuildError(_failure(command, result.stderr))
+    return result.stdout
+
+
+def _failure(command: list[str], errors: str) -> str:
+    return f"{' '.join(command)} failed:\n{errors.strip()[-2000:]}"
