@@ -1,0 +1,67 @@
+# Two commands: `make serve` and `make test`. Both set up .venv first and skip what is done.
+#
+#   make serve MODEL=smollm2 REPLICAS=2 PORT=8000 HOST=127.0.0.1 ARGS="--dtype float32"
+
+MODEL    ?= smollm2
+REPLICAS ?= 1
+HOST     ?= 127.0.0.1
+PORT     ?= 8000
+ARGS     ?=
+# The Python that makes .venv; what runs is always .venv's own.
+PYTHON   ?= $(shell for name in python3 python3.13 python3.12 python3.11 python; do \
+                $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+TESTED  := $(VENV)/.installed-test
+SOURCES := serve_app engine_actor kernels
+CHECKED := $(SOURCES) tests
+.PHONY: help serve test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve   environment, demo model, a local Ray, a server on $(HOST):$(PORT)"
+	@echo "             variables: MODEL=smollm2|gemma3|PATH REPLICAS=1 HOST=127.0.0.1 PORT=8000 ARGS='--dtype float32'"
+	@echo "make test    environment with test tools; lint, types, the whole suite"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   the benchmarks, as tables"
+	@echo "             pip's own settings apply; a machine without a GPU needs only torch's CPU build: PIP_EXTRA_INDEX_URL"
+	@echo "make clean   removes .venv and what tools have cached here; fetched models stay in MOORAGE_HOME"
+
+# exec: the signals of a terminal reach the server itself, and make waits for it.
+serve: $(STAMP)
+	@exec $(BIN)/moorage serve --model '$(MODEL)' --replicas '$(REPLICAS)' --host '$(HOST)' --port '$(PORT)' $(ARGS)
+
+test: lint
+	$(BIN)/moorage models fetch smollm2
+	CI=true $(BIN)/python -m pytest
+
+lint: $(TESTED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy
+
+bench: $(TESTED)
+	$(BIN)/moorage models fetch smollm2
+	for script in tests/benchmarks/bench_*.py; do \
+		$(BIN)/python -m "tests.benchmarks.$$(basename $$script .py)" || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Moorage needs Python 3.11 or newer; none of python3, python3.11 to python3.13 is." >&2; \
+		echo "Install one, or say which: make serve PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "PYTHON=$(PYTHON) is older than 3.11, which Moorage needs." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make an environment: install its venv module." >&2; exit 1; }
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
+	@touch $@
+
+$(TESTED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	@touch $@ $(STAMP)
