@@ -142,8 +142,7 @@ class Engine:
         except MemoryError:  # nothing has changed, and a later call may succeed (F123)
             raise
         except Exception as cause:
-            self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
-            return
+            plan = StepPlan(self._transaction_id, self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause))
         if not plan.executable:
             self._report(plan, plan.outcome, started)
             return
@@ -158,8 +157,8 @@ class Engine:
     def _plan(self) -> StepPlan:
         """The next step. Ends turns that can never fit; preempts where nothing else could ever free memory."""
         while True:
-            plan = self._scheduler.plan(self._transaction_id + 1)
             self._transaction_id += 1
+            plan = self._scheduler.plan(self._transaction_id)
             for record in plan.unserviceable:
                 need = blocks_for(record.history.length, self.config.block_size)
                 self._lifecycle.finish_turn(

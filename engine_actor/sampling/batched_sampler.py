@@ -96,7 +96,8 @@ def _largest(logits: Float32, peak: np.float32, count: int) -> Ids:
     border = np.partition(values, len(near) - count)[len(near) - count]
     inside = np.flatnonzero(values > border)
     at_border = np.flatnonzero(values == border)[: count - len(inside)]
-    return near[np.sort(np.concatenate([inside, at_border]))]
+    chosen: Ids = near[np.sort(np.concatenate([inside, at_border]))]
+    return chosen
 
 
 class _Candidates:

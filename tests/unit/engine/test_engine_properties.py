@@ -67,7 +67,7 @@ class Expected:
     handle: Request
     tokens: list[int] = field(default_factory=list)
     limit: int = CONTEXT
-    options: TurnOptions = TurnOptions()
+    options: TurnOptions = field(default_factory=TurnOptions)
     turn: int = 0
     open_turn: bool = False
     generated: int = 0
