@@ -1,0 +1,134 @@
+"""PackedLinear against float64, and the same bits for a row in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import linear, native
+from kernels.linear import PackedLinear, linear_reference, rows_agree
+
+BF16, F32 = torch.bfloat16, torch.float32
+needs_native = pytest.mark.skipif(not native.status()[0], reason=native.status()[1])
+
+# Panels are 8, 16 or 32 columns and register tiles 6 or 12 rows: shapes on, beside and far from these.
+SHAPES = [(1, 1), (5, 3), (31, 64), (32, 17), (33, 64), (64, 576), (97, 100), (576, 1536), (960, 576)]
+ROWS = [1, 2, 3, 5, 6, 7, 11, 12, 13, 24, 25, 40, 65, 129, 512]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def problem(n: int, k: int, dtype: torch.dtype, rows: int = max(ROWS)) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations, a weight and a bias for outputs of size about 1."""
+    random = torch.Generator().manual_seed(n * 10007 + k)
+    weight = (torch.randn(n, k, generator=random) / k**0.5).to(dtype)
+    return torch.randn(rows, k, generator=random), weight, torch.randn(n, generator=random)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_native_matches_float64(n: int, k: int, dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight, bias = problem(n, k, dtype)
+    layer = native_layer(weight, bias if with_bias else None)
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
+    for rows in ROWS:
+        # bf16 weights are widened exactly, so float32's rounding over a chain of K terms is all there is.
+        assert (layer(x[:rows]) - expected[:rows]).abs().max() < 1e-5
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_native_rows_have_the_same_bits_in_any_batch(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = problem(n, k, dtype)
+    layer = native_layer(weight, bias)
+    whole = layer(x)
+    for rows in ROWS:
+        for start in (0, len(x) - rows):
+            assert torch.equal(layer(x[start : start + rows]), whole[start : start + rows])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_thread_count_leaves_the_bits_alone(dtype: torch.dtype) -> None:
+    x, weight, bias = problem(960, 576, dtype)
+    layer = native_layer(weight, bias)
+    two = [layer(x[:rows]) for rows in ROWS]
+    torch.set_num_threads(1)
+    assert all(torch.equal(layer(x[:rows]), expected) for rows, expected in zip(ROWS, two, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_activations_need_not_be_dense(dtype: torch.dtype) -> None:
+    x, weight, _ = problem(33, 64, dtype)
+    layer = native_layer(weight, None)
+    wide = torch.randn(len(x), 100)
+    wide[:, 10:74] = x
+    assert torch.equal(layer(wide[:, 10:74]), layer(x))
+
+
+def test_keeps_its_own_copy_of_the_weight() -> None:
+    x, weight, bias = problem(64, 576, BF16, rows=3)
+    layer = PackedLinear(weight, bias)
+    before = layer(x)
+    weight.zero_()
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_chosen_layer_says_what_it_is_and_is_what_it_says(dtype: torch.dtype) -> None:
+    x, weight, bias = problem(97, 100, dtype)
+    layer = PackedLinear(weight, bias)
+    assert (layer.out_features, layer.in_features) == (97, 100)
+    assert layer.row_invariant == rows_agree(layer, 100)
+    if native.library() is not None:
+        assert layer.row_invariant
+    tolerance = 3e-2 if layer.kind == "onednn-bf16" else 1e-5  # oneDNN rounds activations and results to bf16
+    assert (layer(x) - linear_reference(x, weight, bias)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_one_dnn_takes_over_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    x, weight, bias = problem(97, 100, dtype, rows=129)
+    layer = PackedLinear(weight, bias)
+    assert layer.kind == ("onednn-bf16" if dtype == BF16 else "onednn-fp32")
+    assert layer.row_invariant == rows_agree(layer, 100)
+    tolerance = 3e-2 if dtype == BF16 else 1e-5
+    for rows in (1, 2, 129):
+        y = layer(x[:rows])
+        assert y.shape == (rows, 97) and y.dtype == F32
+        assert (y - linear_reference(x[:rows], weight, bias)).abs().max() < tolerance
+
+
+@needs_native
+def test_one_dnn_is_passed_over_when_its_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_has_bf16_arithmetic", lambda: True)
+    monkeypatch.setattr(linear, "_probed", {})
+    monkeypatch.setattr(linear, "rows_agree", lambda function, width: True)
+    _, weight, _ = problem(33, 64, BF16)
+    assert PackedLinear(weight).kind == "onednn-bf16"
+    monkeypatch.setattr(linear, "_probed", {})
+    monkeypatch.setattr(linear, "rows_agree", lambda function, width: False)
+    assert PackedLinear(weight).kind == "native-bf16"
+
+
+def test_the_probe_notices_a_row_that_depends_on_its_batch() -> None:
+    assert rows_agree(lambda x: x * 2, 8)
+    assert not rows_agree(lambda x: x + x.shape[0] * 1e-6, 8)
+
+
+def native_layer(weight: Tensor, bias: Tensor | None) -> linear._Native:
+    return linear._Native(native.library(), weight, bias)
