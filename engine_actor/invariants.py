@@ -38,6 +38,8 @@ def _check_request(record: RequestRecord, queue: Mapping[int, RequestRecord], ca
     waits = record.status is RequestStatus.ASSIGNED and table is None
     if waits != (name in queue):
         raise ContractViolation(f"request {name}: {record.status.value}, queued: {name in queue}")
+    if record.status is RequestStatus.UNASSIGNED and (length or table is not None):
+        raise ContractViolation(f"request {name} never began a turn and holds tokens or memory")
     if record.status is RequestStatus.ACTIVE and table is None:
         raise ContractViolation(f"request {name} is active and owns no memory")
     if record.executable and record.processed >= length:

@@ -177,6 +177,7 @@ class BlockPool:
         if expected_owners is not None:
             counts = [0] * self.num_ids
             for block, count in expected_owners:
+                self._check_range(block)
                 counts[block] += count
             wrong = [b for b in range(self.num_ids) if counts[b] != self._owners[b]]
             if wrong:

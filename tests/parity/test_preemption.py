@@ -1,4 +1,4 @@
-"""Preemption with the reconciled rules C06, C23 and C29: on need only, cheapest to recompute first, never the oldest."""
+"""Preemption by the reconciled rules C06, C23, C29: on need only, cheapest to recompute first, never the oldest."""
 
 from __future__ import annotations
 
