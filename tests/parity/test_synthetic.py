@@ -221,3 +221,23 @@ def test_a_random_workload_equals_the_closed_form(seed: int, small: bool) -> Non
     stats = engine.stats()
     assert stats["blocks_free"] + stats["blocks_idle"] == stats["blocks_usable"]
     assert stats["committed_steps"] > 100
+
+
+@pytest.mark.parity("F365")
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("blocks", [6, 8, 11])
+def test_preempted_turns_say_the_same(reuse: bool, blocks: int) -> None:
+    engine = build_engine(SyntheticDecoder(), num_blocks=blocks, prefix_reuse=reuse)
+    requests = [start(engine, prompt, 16) for prompt in (A, BP, L)]
+    waiting = []
+    for _ in range(300):
+        if not engine.has_pending_requests():
+            break
+        for event in engine.run(8):
+            if event.request_id is None:  # only dormant requests are in the way
+                waiting.append(event)
+                next(r for r in requests if r.status is RequestStatus.TURN_COMPLETE and r.processed_length).rewind(0)
+        engine.check_integrity()
+    assert engine.metrics.preemptions > 0
+    assert all(request.finish_reason is FinishReason.MAX_GENERATED_TOKENS for request in requests)
+    assert [r.usage.generated_tokens for r in requests] == [16, 16, 16]
