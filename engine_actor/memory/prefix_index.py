@@ -25,14 +25,18 @@ def chained_sha256(parent: bytes, tokens: bytes) -> bytes:
 
 
 class _Entry:
-    __slots__ = ("block", "children", "digest", "parent", "tokens")
+    __slots__ = ("block", "children", "digest", "parent", "salt", "tokens")
 
-    def __init__(self, block: int, digest: bytes, tokens: bytes, parent: _Entry | None) -> None:
+    def __init__(self, block: int, digest: bytes, salt: bytes, tokens: bytes, parent: _Entry | None) -> None:
         self.block = block
         self.digest = digest
+        self.salt = salt
         self.tokens = tokens
         self.parent = parent
         self.children: dict[int, _Entry] = {}  # by block
+
+    def stands_for(self, salt: bytes, parent: _Entry | None, tokens: bytes) -> bool:
+        return self.tokens == tokens and self.parent is parent and self.salt == salt
 
 
 class PrefixIndex:
@@ -79,14 +83,14 @@ class PrefixIndex:
             key = self._digest(parent.digest if parent else salt, packed)
             entry = self._by_digest.get(key)
             if entry is None:
-                entry = _Entry(blocks[i], key, packed, parent)
+                entry = _Entry(blocks[i], key, salt, packed, parent)
                 self._pool.hold_for_index(blocks[i])
                 self._by_digest[key] = entry
                 self._by_block[blocks[i]] = entry
                 if parent is not None:
                     parent.children[entry.block] = entry
                 self.generation += 1
-            elif entry.tokens != packed or entry.parent is not parent:
+            elif not entry.stands_for(salt, parent, packed):
                 self.collisions += 1
                 return
             parent = entry
@@ -117,7 +121,7 @@ class PrefixIndex:
         entry = self._by_digest.get(self._digest(parent.digest if parent else salt, packed))
         if entry is None:
             return None
-        if entry.tokens != packed or entry.parent is not parent:
+        if not entry.stands_for(salt, parent, packed):
             self.collisions += 1
             return None
         return entry

@@ -1,4 +1,4 @@
-"""PARITY K: the integrity sweep finds each violation (base: B = 4, 4 blocks, X {0, 1} with 5 positions, Y {2} with 4)."""
+"""PARITY K: the integrity sweep finds each violation (base: B = 4, 4 blocks; X {0, 1}, 5 positions; Y {2}, 4)."""
 
 from __future__ import annotations
 
