@@ -66,8 +66,7 @@ def read_args(config: Path | None, flags: Mapping[str, Any]) -> AppArgs:
 def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
     """Serves until a signal. The exit code: 0 stopped on request, 1 it failed, 2 it was asked for the
     impossible."""
-    # A terminal sends SIGINT, a process manager SIGTERM: both end it the same way, also while it starts.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _catch_signals()
     begun = time.monotonic()
     try:
         args = read_args(options.config, flags)
@@ -85,6 +84,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
                 args = args.model_copy(update={"model": str(path), "served_model_name": args.model_name()})
         with step("Ray"):
             session = start_ray(options.address, verbose=options.verbose)
+            _catch_signals()  # Ray has put handlers of its own in the place of ours
         with step(f"Serve on {options.host}:{options.port}"):
             session = start_serve(session, options.host, options.port)
         with step(f"{args.model_name()} on {args.replicas} replica{'s' if args.replicas > 1 else ''}") as progress:
@@ -103,6 +103,13 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
             _stop(session)
         elif "ray" in sys.modules:  # interrupted while it started
             disconnect()
+
+
+def _catch_signals() -> None:
+    """A terminal sends SIGINT, a process manager SIGTERM: both interrupt, also while it starts. SIGINT is set
+    too, since a shell starts what it puts in the background with SIGINT ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _deploy(args: AppArgs, progress: Step) -> None:
