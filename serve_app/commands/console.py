@@ -9,7 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.status import Status
 
 from serve_app.model_store import resolve_model
@@ -67,15 +75,20 @@ def fetch_with_bar(model: str) -> Path:
         TransferSpeedColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks = {}
+    bar = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def progress(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(f"{model}: {name}", total=total or None)
-            bar.update(tasks[name], completed=done)
+    def progress(name: str, done: int, total: int) -> None:
+        bar.start()
+        if name not in tasks:
+            tasks[name] = bar.add_task(f"{model}: {name}", total=total or None)
+        bar.update(tasks[name], completed=done)
 
+    try:
         path = resolve_model(model, progress=progress)
+    finally:
+        if tasks:
+            bar.stop()
     if tasks:
         say(f"+ {model} is at {path}")
     return path

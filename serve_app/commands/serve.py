@@ -22,7 +22,7 @@ from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.config import AppArgs, describe_errors
 from serve_app.local_ports import BindRefused, require_free_port, require_key_beyond_loopback
 from serve_app.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
-from serve_app.model_store import KNOWN_MODELS, ModelStoreError
+from serve_app.model_store import KNOWN_MODELS, ModelStoreError, resolve_model
 from serve_app.text.tokenizer import load_tokenizer
 
 DEFAULT_MODEL = "smollm2"
@@ -192,7 +192,7 @@ def _base_url(options: ServeOptions) -> str:
 
 def _curl(options: ServeOptions, args: AppArgs) -> str:
     """One line to paste. A model without a chat template gets a completion."""
-    chats = options.address is not None or load_tokenizer(fetch_with_bar(args.model)).template is not None
+    chats = options.address is not None or load_tokenizer(resolve_model(args.model)).template is not None
     question = "What is the capital of France?"
     asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": "The capital of France is"}
     body = json.dumps({"model": args.model_name(), **asked, "max_tokens": 64, "temperature": 0})

@@ -40,6 +40,7 @@ LETTERS = (80, 81, 82, 83)  # ids of single characters in any byte-level vocabul
 class ScriptedActor:
     def __init__(self, replica: str) -> None:
         self.replica = replica
+        self.context_length = 4096
         self.refusal: RefusalCode | None = None
         self.seen: list[str] = []
         self.open: list[str] = []

@@ -1,0 +1,151 @@
+"""Conversations with the demo model on two replicas, over HTTP, as a client has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve.handle import DeploymentHandle
+from scripted import Deploy
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "And of Italy?",
+    "Which of the two is larger?",
+    "Name a river there.",
+    "How long is it?",
+    "Name a dish from there.",
+    "What is in it?",
+    "Who painted the Mona Lisa?",
+    "When?",
+    "Say goodbye.",
+)
+SUBJECTS = ("a cat", "the sea", "bread", "rain", "a train", "winter", "tea", "a tree")
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    replica: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@pytest.fixture(scope="module")
+def engines(deploy: Deploy) -> DeploymentHandle:
+    return deploy(replicas=2, kv_memory="192MiB", threads=1, graceful_shutdown_timeout_seconds=5.0)
+
+
+@pytest.fixture
+async def http(base_url: str, engines: DeploymentHandle) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=base_url, timeout=240, limits=limits) as client:
+        yield client
+
+
+async def ask(
+    http: httpx.AsyncClient, messages: list[dict[str, str]], session: str | None = None, tokens: int = 12
+) -> Answer:
+    body = {"model": "smollm2", "messages": messages, "max_tokens": tokens, "temperature": 0}
+    headers = {"x-session-id": session} if session else {}
+    response = await http.post("/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    usage = answer["usage"]
+    return Answer(
+        answer["choices"][0]["message"]["content"],
+        response.headers["x-moorage-replica"],
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def converse(
+    http: httpx.AsyncClient, questions: tuple[str, ...], session: str | None, tokens: int = 12
+) -> list[Answer]:
+    messages: list[dict[str, str]] = []
+    answers = []
+    for question in questions:
+        messages.append(user(question))
+        answers.append(await ask(http, messages, session, tokens))
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    return answers
+
+
+async def totals(engines: DeploymentHandle) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = await engines.broadcast("stats").results_async(timeout_s=60)
+    return answers
+
+
+async def test_ten_turns_stay_on_one_replica_and_reuse_their_history(http: httpx.AsyncClient) -> None:
+    with_session = await converse(http, QUESTIONS, "ten-turns")
+    assert len({answer.replica for answer in with_session}) == 1
+    for before, answer in pairwise(with_session):
+        # The history of a turn is the whole sequence of the one before: its prompt and its answer.
+        assert answer.cached_tokens >= 0.95 * before.prompt_tokens
+        assert answer.cached_tokens < answer.prompt_tokens
+    without = await converse(http, QUESTIONS, None)
+    assert [answer.text for answer in with_session] == [answer.text for answer in without]
+
+
+async def test_an_edited_history_is_answered_as_if_it_had_been_sent_alone(http: httpx.AsyncClient) -> None:
+    messages = [user("My cat is called Tom."), {"role": "assistant", "content": "Nice."}, user("What is its name?")]
+    await ask(http, messages, "edited")
+    messages[0] = user("My cat is called Felix, and it is black.")
+    edited = await ask(http, messages, "edited")
+    alone = await ask(http, messages)
+    assert edited.text == alone.text
+
+
+async def test_24_sessions_at_once_each_answer_as_alone_and_spread(http: httpx.AsyncClient) -> None:
+    asked = [(f"Write about {SUBJECTS[i % 8]}, number {i}.", "Go on.") for i in range(24)]
+    together = await asyncio.gather(*(converse(http, q, f"crowd-{i}", 8) for i, q in enumerate(asked)))
+    assert len({answers[0].replica for answers in together}) == 2
+    for answers in together:
+        assert answers[0].replica == answers[1].replica
+        assert answers[1].cached_tokens >= 0.95 * answers[0].prompt_tokens
+    for i, questions in enumerate(asked):
+        alone = await converse(http, questions, None, 8)
+        assert [a.text for a in together[i]] == [a.text for a in alone], f"session {i}"
+
+
+async def test_a_client_that_leaves_in_mid_stream_frees_its_turn(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    body = {"model": "smollm2", "messages": [user("Count to one thousand.")], "max_tokens": 2000, "stream": True}
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.aiter_lines()
+        while '"content":"' not in await anext(lines):
+            pass
+
+    def idle(states: list[dict[str, Any]]) -> bool:
+        return all(state["running"] == state["waiting"] == 0 for state in states)
+
+    for _ in range(600):
+        if idle(before := await totals(engines)):
+            break
+        await asyncio.sleep(0.05)
+    assert idle(before)
+    await asyncio.sleep(0.5)
+    after = await totals(engines)
+    assert [state["committed_steps"] for state in after] == [state["committed_steps"] for state in before]
+    assert [state["blocks_free"] for state in after] == [state["blocks_free"] for state in before]
+
+
+async def test_sessions_are_listed_with_their_replica_and_can_be_dropped(http: httpx.AsyncClient) -> None:
+    first = await ask(http, [user("Hello.")], "listed")
+    listed = {item["id"]: item for item in (await http.get("/v1/sessions")).json()["data"]}
+    assert listed["listed"]["replica"] == first.replica
+    assert listed["listed"]["cached_tokens"] > 0
+    assert (await http.delete("/v1/sessions/listed")).status_code == 200
+    assert "listed" not in {item["id"] for item in (await http.get("/v1/sessions")).json()["data"]}
+    assert (await http.delete("/v1/sessions/listed")).status_code == 404

@@ -1,0 +1,185 @@
+"""The command line without Ray: help, refusals, what is read from where."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli import app
+from serve_app.commands import chat as chat_module
+from serve_app.commands.chat import Chat
+from serve_app.commands.serve import StartFailed, read_args
+from serve_app.local_ports import BindRefused, is_loopback, require_free_port, require_key_beyond_loopback
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["models"], ["models", "fetch"], ["doctor"]])
+def test_every_command_explains_itself(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_loads_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys\nfrom serve_app.cli import main\nsys.argv = ['moorage', 'serve', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "sys.exit(1 if {'ray', 'torch'} & set(sys.modules) else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(BindRefused, match=f"127.0.0.1:{port}.*--port"):
+            require_free_port("127.0.0.1", port)
+        result = runner.invoke(app, ["serve", "--port", str(port)])
+        assert result.exit_code == 2
+    require_free_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
+def test_an_open_server_without_a_key_is_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOORAGE_API_KEYS", raising=False)
+    with pytest.raises(BindRefused, match="no API key"):
+        require_key_beyond_loopback(host, has_keys=False)
+    require_key_beyond_loopback(host, has_keys=True)
+    assert runner.invoke(app, ["serve", "--host", host]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback_is_known_by_address_and_by_name(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: gemma3\nreplicas: 3\nkv_memory: 1GiB\n")
+    args = read_args(config, {"replicas": 1})
+    assert (args.model, args.replicas, args.kv_memory) == ("gemma3", 1, 2**30)
+    assert read_args(None, {}).model == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("- a\n", "found list"), ("model: [", "--config"), ("replica: 2\n", "replica:"), ("dtype: int3\n", "dtype:")],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(StartFailed, match=said):
+        read_args(tmp_path / "config.yaml", {})
+    with pytest.raises(StartFailed, match="missing"):
+        read_args(tmp_path / "missing.yaml", {})
+
+
+def test_a_bad_flag_is_refused_with_its_name() -> None:
+    with pytest.raises(StartFailed, match="replicas:"):
+        read_args(None, {"replicas": 0})
+    assert runner.invoke(app, ["serve", "--replicas", "0"]).exit_code == 2
+
+
+def test_an_unknown_model_cannot_be_fetched() -> None:
+    result = runner.invoke(app, ["models", "fetch", "no-such"])
+    assert result.exit_code == 2
+    listed = runner.invoke(app, ["models"])
+    assert "smollm2" in listed.output
+    assert "gemma3" in listed.output
+
+
+class Server:
+    """Answers like the API, and remembers what it was asked."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.bodies: list[dict[str, object]] = []
+        self.sessions: list[str] = []
+        self.deleted: list[str] = []
+        self.keys: set[str | None] = set()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.keys.add(request.headers.get("authorization"))
+        if request.method == "DELETE":
+            self.deleted.append(request.url.path.rsplit("/", 1)[-1])
+            return httpx.Response(200, json={})
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        self.bodies.append(json.loads(request.content))
+        self.sessions.append(request.headers["x-session-id"])
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "the queue is full"}})
+        usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}}
+        events = [
+            {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"delta": {"content": "Hel[l"}}]},
+            {"choices": [{"delta": {"content": "o]"}}]},
+            {"choices": [], "usage": usage},
+        ]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return httpx.Response(200, text=text, headers={"x-moorage-replica": "r1"})
+
+
+def talk(server: Server, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    script = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(script)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(chat_module.console, "input", read)
+    chat = Chat("http://server", None, None, None, 0.0, None, "secret", httpx.MockTransport(server))
+    with chat_module.console.capture() as captured:
+        code = chat.run()
+    return code, captured.get()
+
+
+def test_chat_streams_answers_and_keeps_history_and_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    code, shown = talk(server, ["hi", "", "again"], monkeypatch)
+    assert code == 0
+    assert "Hel[lo]" in shown
+    assert "7 of them cached" in shown
+    assert "replica r1" in shown
+    assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "user"]  # type: ignore[attr-defined]
+    assert server.bodies[1]["messages"][1]["content"] == "Hel[lo]"  # type: ignore[index]
+    assert len(set(server.sessions)) == 1
+    assert server.keys == {"Bearer secret"}
+
+
+def test_chat_new_begins_another_session_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    talk(server, ["hi", "/new", "hi", "/quit", "never sent"], monkeypatch)
+    assert len(set(server.sessions)) == 2
+    assert server.deleted == [server.sessions[0]]
+    assert len(server.bodies) == 2
+    assert len(server.bodies[1]["messages"]) == 1  # type: ignore[arg-type]
+
+
+def test_chat_shows_a_refusal_and_goes_on_without_the_refused_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(status=429)
+    code, _ = talk(server, ["one", "two"], monkeypatch)
+    assert code == 0
+    assert [len(body["messages"]) for body in server.bodies] == [1, 1]  # type: ignore[arg-type]
+
+
+def test_chat_without_a_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused")
+
+    chat = Chat("http://127.0.0.1:9", None, None, None, None, None, None, httpx.MockTransport(refuse))
+    assert chat.run() == 1
