@@ -17,9 +17,11 @@ from ray.serve.config import RequestRouterConfig
 
 from serve_app.config import AppArgs
 from serve_app.deployments import EngineDeployment, Ingress
+from serve_app.responses.memory_store import MemoryResponseStore
 
 # Names of the deployments, as `serve status` and config files show them.
 ENGINES = "EngineDeployment"
+RESPONSES = "ResponseStore"
 FRONT_DOOR = "Ingress"
 # Requests queue in the engine, which knows tokens and sessions; Serve's own limits count calls and must not
 # bind.
@@ -71,6 +73,11 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
         )
         .bind(args.actor_options(cores=cores, on_gpu=gpus > 0))
     )
+    responses = (
+        serve.deployment(MemoryResponseStore)
+        .options(**common, name=RESPONSES, num_replicas=1, ray_actor_options={"num_cpus": 0})
+        .bind(args.store_limits())
+    )
     application: Application = (
         serve.deployment(serve.ingress()(Ingress))
         .options(
@@ -82,6 +89,6 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
                 "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
             },
         )
-        .bind(args, keys, engines)
+        .bind(args, keys, engines, responses)
     )
     return application

@@ -17,7 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.options import Numerics
-from serve_app.ingress.settings import IngressSettings
+from serve_app.ingress.settings import IngressSettings, SamplingDefaults
+from serve_app.responses.store import StoreLimits
 
 API_KEYS_VARIABLE = "MOORAGE_API_KEYS"
 
@@ -134,6 +135,20 @@ class AppArgs(BaseModel):
         None, ge=1, description="Longest answer where a request sets no limit. Default: what the context leaves."
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
+    max_turns: int | None = Field(
+        None,
+        ge=1,
+        description="Turns that one ingress process takes at a time; beyond it clients get 429. Default: no limit but "
+        "the replicas' queues.",
+    )
+    max_turns_per_key: int | None = Field(None, ge=1, description="The same for one API key.")
+    max_stored_responses: int = Field(
+        10_000, ge=1, le=10**8, description="Responses kept for previous_response_id, in memory."
+    )
+    max_stored_response_bytes: int = Field(256 * 2**20, ge=1024, description="Their size, about.")
+    stored_response_ttl_seconds: float = Field(
+        86_400.0, gt=0, le=1e9, description="Responses of a conversation that rests for longer are forgotten."
+    )
 
     # Operations
     placement_timeout_seconds: float = Field(
@@ -233,11 +248,17 @@ class AppArgs(BaseModel):
             threads=self.resolved_threads(cores),
         )
 
-    def ingress_settings(self, keys: tuple[SecretStr, ...], *, context_limit: int | None = None) -> IngressSettings:
+    def store_limits(self) -> StoreLimits:
+        return StoreLimits(self.max_stored_responses, self.max_stored_response_bytes, self.stored_response_ttl_seconds)
+
+    def ingress_settings(self, keys: tuple[SecretStr, ...], *, sampling: SamplingDefaults) -> IngressSettings:
+        """`sampling`: the model's own defaults. How long a sequence may be, the replicas say."""
         return IngressSettings(
             model_ids=(self.model_name(),),
-            context_limit=context_limit,
+            sampling=sampling,
             default_max_tokens=self.default_max_tokens,
+            max_turns=self.max_turns,
+            max_turns_per_key=self.max_turns_per_key,
             api_keys=tuple(key.get_secret_value() for key in keys),
             session_header=self.session_header,
             max_body_bytes=self.max_body_bytes,

@@ -1,6 +1,7 @@
-"""The classes of the two Serve deployments: engines, and the front door before them.
+"""The classes of the Serve deployments: engines, and the front door before them.
 
     client -> Serve proxy -> Ingress (HTTP, text) -> handle with StickyRouter -> EngineDeployment (one engine)
+                                                  -> handle -> the store of responses (see handle_response_store)
 
 `EngineActor` and the ASGI app know no Ray; what is Ray's is here. Both classes start their work on the event
 loop that Serve runs user code on, which must never block: models load in a thread.
@@ -25,7 +26,9 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
 from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
 from serve_app.config import AppArgs
+from serve_app.generation_config import sampling_defaults
 from serve_app.handle_client import HandleEngineClient
+from serve_app.handle_response_store import HandleResponseStore
 from serve_app.ingress.app import create_app
 from serve_app.local_ports import require_key_beyond_loopback
 from serve_app.model_store import resolve_model
@@ -67,6 +70,10 @@ class EngineDeployment:
     async def close_session(self, owner: str, session_id: str) -> bool:
         return await self._actor.close_session(owner, session_id)
 
+    async def context_limit(self) -> int:
+        """Longest sequence that this replica can hold."""
+        return self._actor.context_length
+
     async def accepting(self) -> bool:
         try:
             self._actor.check_health()
@@ -97,8 +104,8 @@ class EngineDeployment:
     def check_health(self) -> None:
         self._actor.check_health()
 
-    async def record_routing_stats(self) -> dict[str, object]:
-        return await self._actor.routing_stats()
+    def record_routing_stats(self) -> dict[str, object]:
+        return self._actor.routing_stats()
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops, after its turns have ended or their time has run out."""
@@ -117,16 +124,17 @@ class Ingress:
     """The OpenAI-compatible API. Holds the tokenizer and no model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, args: AppArgs, keys: tuple[SecretStr, ...], engines: DeploymentHandle
+        self, args: AppArgs, keys: tuple[SecretStr, ...], engines: DeploymentHandle, responses: DeploymentHandle
     ) -> None:
         # A config file binds 0.0.0.0 unless it says otherwise, so the rule of the command line holds here
         # too.
         require_key_beyond_loopback(_get_global_client().http_config.host, has_keys=bool(keys))
         path = await asyncio.to_thread(resolve_model, args.model)
         self._prompts = await asyncio.to_thread(lambda: PromptBuilder(load_tokenizer(path)))
-        self._settings = args.ingress_settings(keys)
+        self._settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
         self._client = HandleEngineClient(engines, placement_timeout=args.placement_timeout_seconds)
+        self._store = HandleResponseStore(responses, timeout=args.placement_timeout_seconds)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this when the constructor is done."""
-        return create_app(self._settings, self._client, self._prompts)
+        return create_app(self._settings, self._client, self._prompts, self._store)

@@ -54,6 +54,7 @@ class HandleEngineClient:
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._placement_timeout = placement_timeout
+        self._context_limit: int | None = None
 
     async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         """See the protocol. A replica lost after it accepted ends the turn with `EndReason.FAILED`."""
@@ -116,6 +117,17 @@ class HandleEngineClient:
 
     async def close_session(self, owner: str, session_id: str) -> bool:
         return any(await self._broadcast("close_session", owner, session_id))
+
+    async def context_limit(self) -> int | None:
+        """Asked until a replica answers: it does not change. Of different ones the largest counts, since the router
+        may choose it; a smaller one refuses what is too long for it alone."""
+        if self._context_limit is None:
+            try:
+                limits = await self._broadcast("context_limit", timeout=_READY_TIMEOUT_SECONDS)
+            except (TimeoutError, RayActorError):
+                return None
+            self._context_limit = max(limits, default=None)
+        return self._context_limit
 
     async def ready(self) -> bool:
         try:

@@ -30,3 +30,7 @@ class EngineClient(Protocol):
     async def ready(self) -> bool:
         """At least one replica can take a turn."""
         ...
+
+    async def context_limit(self) -> int | None:
+        """The longest sequence that a replica can hold, prompt and answer together; None while none has said it."""
+        ...

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from engine_actor.turns import RefusalCode, TurnRefused
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+CLIENT_GONE = 499  # nobody is left to read a status; for the log only
 _MAX_MESSAGE = 1000
 
 # What the router itself answers, by status: (code, sentence).
@@ -121,5 +122,9 @@ def install_error_handlers(app: FastAPI) -> None:
         message = f"{sentence}: {request.method} {request.url.path}"
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     app.add_exception_handler(ApiError, typed)
+    app.add_exception_handler(ClientDisconnect, gone)  # while it was still sending
     app.add_exception_handler(HTTPException, routing)

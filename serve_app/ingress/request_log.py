@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.ingress.errors import internal_error
+from serve_app.ingress.errors import CLIENT_GONE, internal_error
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 MAX_REQUEST_ID = 128
-CLIENT_GONE = 499  # nobody is left to read a status; for the log only
 
 log = logging.getLogger("moorage.access")
 

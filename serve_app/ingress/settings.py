@@ -43,6 +43,12 @@ class IngressSettings(BaseModel):
     session_header: str = Field(default="x-session-id", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Names the session of a request. Case does not matter, nor does `-` for `_`."""
 
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns that this process takes at a time; beyond it 429. None: only the engines' queues bound them."""
+
+    max_turns_per_key: int | None = Field(default=None, ge=1)
+    """The same for one API key."""
+
     max_session_id_length: int = Field(default=256, ge=1, le=4096)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     max_messages: int = Field(default=4096, ge=1)

@@ -16,17 +16,15 @@ from starlette.types import Receive, Scope, Send
 
 from engine_actor.turns import TurnAccepted
 from serve_app.ingress.disconnect import ClientGone, until_disconnect
-from serve_app.ingress.errors import ApiError, internal_error
-from serve_app.ingress.request_log import CLIENT_GONE, record_of
+from serve_app.ingress.errors import CLIENT_GONE, ApiError, internal_error
+from serve_app.ingress.request_log import record_of
 from serve_app.openai.formats import AnswerFormat
-from serve_app.openai.services import Services
-from serve_app.openai.turns import AnswerEvent, Finished, Turn, answer_events
+from serve_app.openai.turns import AnswerEvent, Finished
 
 log = logging.getLogger("moorage.http")
 
 # One encoder for all events: json.dumps with options would build a new one for each.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -38,9 +36,9 @@ class TurnResponse(Response):
     """The status goes out only after a replica has accepted the turn: before that, any error is a plain
     answer."""
 
-    def __init__(self, services: Services, turn: Turn, form: AnswerFormat, *, stream: bool) -> None:
-        self._services = services
-        self._turn = turn
+    def __init__(self, events: AsyncGenerator[AnswerEvent, None], form: AnswerFormat, *, stream: bool) -> None:
+        """`events` must not have begun: whoever sends this response begins and closes them."""
+        self._events = events
         self._form = form
         self._stream = stream
         self.background = None
@@ -53,7 +51,7 @@ class TurnResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
-        async with aclosing(answer_events(self._services, self._turn)) as events:
+        async with aclosing(self._events) as events:
             accepted = await anext(events)
             assert isinstance(accepted, TurnAccepted)
             record.replica = accepted.replica
@@ -92,17 +90,19 @@ class TurnResponse(Response):
                     await write(_event(self._form.piece(event)))
                 elif isinstance(event, Finished):
                     record_of(scope).completion_tokens = event.usage.completion_tokens
-                    await write(*map(_event, self._form.closing(event)), _DONE)
+                    await write(*map(_event, self._form.closing(event)), self._form.end)
         except ApiError as error:
             log.warning("request %s failed after its answer had begun: %s", record_of(scope).request_id, error)
-            await write(_event(error.envelope()))
+            await write(*map(_event, self._form.failed(error)))
         except OSError:
             raise ClientGone from None  # how some servers say in `send` that the client has left
         except Exception:
             log.exception("request %s failed after its answer had begun", record_of(scope).request_id)
-            await write(_event(internal_error().envelope()))
+            await write(*map(_event, self._form.failed(internal_error())))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _event(content: dict[str, object]) -> bytes:
-    return b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
+    """An object that has a type is an event of that name."""
+    name = f"event: {content['type']}\n".encode() if "type" in content else b""
+    return name + b"data: " + _ENCODER.encode(content).encode() + b"\n\n"

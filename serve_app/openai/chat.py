@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_app.ingress.errors import ApiError, bad_value
+from serve_app.openai.document import json_body
 from serve_app.openai.formats import ChatFormat
 from serve_app.openai.protocol import ChatRequest, parse
 from serve_app.openai.requests import respond
@@ -13,12 +16,12 @@ from serve_app.openai.services import Services
 from serve_app.openai.unserved import refuse_unserved_chat
 from serve_app.text.chat_template import Message
 from serve_app.text.errors import ChatTemplateError
-from serve_app.text.prompts import Prompt
+from serve_app.text.prompts import Prompt, PromptBuilder
 
 
 def chat_router(services: Services) -> APIRouter:
     router = APIRouter()
-    settings, prompts = services.settings, services.prompts
+    settings = services.settings
 
     def check(content: dict[str, object]) -> ChatRequest:
         refuse_unserved_chat(content)
@@ -28,19 +31,16 @@ def chat_router(services: Services) -> APIRouter:
         return parse(ChatRequest, content)
 
     def build(body: ChatRequest) -> Prompt:
-        try:
-            return prompts.chat(_messages(body))
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template_error") from error
+        return chat_prompt(services.prompts, _said(body), "messages")
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await respond(
             request,
             services,
             check=check,
             build=build,
-            opening=_opening,
+            opening=lambda body: conversation_opening(_said(body)),
             form=ChatFormat,
             prompt_param="messages",
         )
@@ -48,16 +48,25 @@ def chat_router(services: Services) -> APIRouter:
     return router
 
 
-def _messages(body: ChatRequest) -> list[Message]:
-    """Templates know `system`; `developer` is its newer name."""
-    return [Message(role="system" if m.role == "developer" else m.role, content=m.content) for m in body.messages]
+def chat_prompt(prompts: PromptBuilder, said: Sequence[tuple[str, str]], param: str) -> Prompt:
+    """The prompt of (role, text) pairs. Raises ApiError that blames `param` where the template refuses them."""
+    # Templates know `system`; `developer` is its newer name.
+    messages = [Message(role="system" if role == "developer" else role, content=text) for role, text in said]
+    try:
+        return prompts.chat(messages)
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), param=param, code="chat_template_error") from error
 
 
-def _opening(body: ChatRequest) -> list[object]:
+def conversation_opening(said: Sequence[tuple[str, str]]) -> list[object]:
     """The messages up to the user's first one: they stay the same as a conversation grows."""
     opening: list[object] = []
-    for message in body.messages:
-        opening.append([message.role, message.content])
-        if message.role == "user":
+    for role, text in said:
+        opening.append([role, text])
+        if role == "user":
             break
     return opening
+
+
+def _said(body: ChatRequest) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in body.messages]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_app.ingress.errors import bad_value
+from serve_app.openai.document import json_body
 from serve_app.openai.formats import CompletionFormat
 from serve_app.openai.protocol import CompletionRequest, parse
 from serve_app.openai.requests import respond
 from serve_app.openai.services import Services
 from serve_app.openai.unserved import refuse_unserved_completion
-from serve_app.text.prompts import Prompt
+from serve_app.text.prompts import Prompt, PromptBuilder
 
 # How much of a prompt is its opening: enough to tell conversations apart, and less than what one turn adds.
 _OPENING_CHARACTERS, _OPENING_TOKENS = 256, 64
@@ -28,12 +31,10 @@ def completions_router(services: Services) -> APIRouter:
     def build(body: CompletionRequest) -> Prompt:
         if isinstance(body.prompt, str):
             return prompts.text(body.prompt)
-        limit = prompts.tokenizer.vocab_size
-        if any(not 0 <= token < limit for token in body.prompt):
-            raise bad_value("prompt", f"a token id must be from 0 to {limit - 1}")
+        check_token_ids(prompts, body.prompt, "prompt")
         return Prompt(body.prompt)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
         return await respond(
             request,
@@ -46,6 +47,12 @@ def completions_router(services: Services) -> APIRouter:
         )
 
     return router
+
+
+def check_token_ids(prompts: PromptBuilder, ids: Sequence[int], param: str) -> None:
+    limit = prompts.tokenizer.vocab_size
+    if any(not 0 <= token < limit for token in ids):
+        raise bad_value(param, f"a token id must be from 0 to {limit - 1}")
 
 
 def _opening(body: CompletionRequest) -> list[object]:

@@ -1,4 +1,7 @@
-"""How an answer is written: chat.completion or text_completion, whole or in chunks."""
+"""How an answer is written: chat.completion or text_completion, whole or in chunks.
+
+A format belongs to one answer and is asked in order: opening, pieces, then closing or failed; or whole alone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,18 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serve_app.ingress.errors import ApiError
 from serve_app.openai.turns import Finished
+
+DONE = b"data: [DONE]\n\n"
 
 
 class AnswerFormat(Protocol):
+    @property
+    def end(self) -> bytes:
+        """What follows the last event of a stream that did not fail."""
+        ...
+
     def opening(self) -> list[dict[str, object]]:
         """Chunks that are sent before any text."""
         ...
@@ -21,10 +32,14 @@ class AnswerFormat(Protocol):
         """The chunk with finish_reason, then the one with usage if it was asked for."""
         ...
 
+    def failed(self, error: ApiError) -> list[dict[str, object]]:
+        """The last events of a stream that can't go on."""
+        ...
+
     def whole(self, text: str, finished: Finished) -> dict[str, object]: ...
 
 
-def _now() -> int:
+def now() -> int:
     return int(time.time())
 
 
@@ -35,7 +50,8 @@ class ChatFormat:
     model: str
     include_usage: bool
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=_now)
+    created: int = field(default_factory=now)
+    end: bytes = DONE
 
     def opening(self) -> list[dict[str, object]]:
         return [self._chunk({"role": "assistant", "content": ""})]
@@ -48,6 +64,9 @@ class ChatFormat:
         if not self.include_usage:
             return [last]
         return [last, self._head("chat.completion.chunk") | {"choices": [], "usage": finished.usage.shown()}]
+
+    def failed(self, error: ApiError) -> list[dict[str, object]]:
+        return [error.envelope()]
 
     def whole(self, text: str, finished: Finished) -> dict[str, object]:
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -70,7 +89,8 @@ class CompletionFormat:
     model: str
     include_usage: bool
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=_now)
+    created: int = field(default_factory=now)
+    end: bytes = DONE
 
     def opening(self) -> list[dict[str, object]]:
         return []
@@ -83,6 +103,9 @@ class CompletionFormat:
         if not self.include_usage:
             return [last]
         return [last, self._head() | {"choices": [], "usage": finished.usage.shown()}]
+
+    def failed(self, error: ApiError) -> list[dict[str, object]]:
+        return [error.envelope()]
 
     def whole(self, text: str, finished: Finished) -> dict[str, object]:
         return self._head() | {

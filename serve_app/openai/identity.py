@@ -1,7 +1,8 @@
 """Whose conversation a request belongs to, and where its home may be.
 
-A session is named by the header, else by the body. A request without one is anonymous: it gets no resident
-state, only a hint about which replica may hold a prefix of it. Both are bound to the owner.
+A session is named by the header, else by the body, else by the response that the request goes on from. A request
+without one is anonymous: it gets no resident state, only a hint about which replica may hold a prefix of it. Both are
+bound to the owner: the tenant, apart for each salt.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class TurnIdentity:
     routing_key: str
 
 
+def engine_owner(tenant: str, salt: str | None) -> str:
+    """Whom the engines know: neither prefixes nor sessions are shared between two of these."""
+    return f"{tenant}/{hashlib.sha256(salt.encode()).hexdigest()[:32]}" if salt else tenant
+
+
 def identify(
     headers: Headers,
     body_session_id: str | None,
@@ -35,8 +41,10 @@ def identify(
     opening: Sequence[object],
     owner: str,
     settings: IngressSettings,
+    chain: str | None = None,
 ) -> TurnIdentity:
-    """`opening`: what two requests of one conversation have in common from its start, as JSON values.
+    """`opening`: what two requests of one conversation have in common from its start, as JSON values. `chain`: the
+    session of the response that this one goes on from.
 
     Raises ApiError for a session name that is not printable, empty or too long.
     """
@@ -45,6 +53,8 @@ def identify(
         session_id = checked_session_id(named, settings.session_header, settings)
     elif body_session_id is not None:
         session_id = checked_session_id(body_session_id, "session_id", settings)
+    elif chain is not None:
+        session_id = chain
     else:
         return TurnIdentity(None, _hint(headers, user, opening, owner))
     return TurnIdentity(session_id, session_key(owner, session_id))

@@ -7,16 +7,36 @@ are not served are in `unserved`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 from engine_actor.options import MAX_INT32
 from serve_app.ingress.errors import bad_value
 
 ROLES = ("system", "developer", "user", "assistant")
+TEXT_PARTS = ("text",)
+
+# What /openapi.json shows where a validator takes more than the type says.
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
+_PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+_ROLE = {"type": "string", "enum": list(ROLES)}
 
 
 class Strict(BaseModel):
@@ -36,18 +56,18 @@ def parse(model: type[M], content: Mapping[str, object]) -> M:
         raise bad_value(param, first["msg"]) from error
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     # The message is a template: braces in it would be taken for fields.
     raise PydanticCustomError("value_error", "{message}", {"message": message})
 
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        _refuse(f"{what} must be a string")
+        refuse(f"{what} must be a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse(f"{what} holds half of a surrogate pair, which is no character")
+        refuse(f"{what} holds half of a surrogate pair, which is no character")
     return value
 
 
@@ -65,10 +85,10 @@ def _stop(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        _refuse("must be a string or a list of strings")
+        refuse("must be a string or a list of strings")
     stops = tuple(_text(stop, "each stop string") for stop in value)
     if "" in stops:
-        _refuse("a stop string must not be empty")
+        refuse("a stop string must not be empty")
     return stops
 
 
@@ -76,12 +96,12 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     """One text or one list of token ids. A list of one prompt is that prompt."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
-            _refuse("several prompts in one request are not served yet; send one request for each")
+            refuse("several prompts in one request are not served yet; send one request for each")
         value = value[0]
     if isinstance(value, str):
         return _whole_text(value)
     if not isinstance(value, list) or any(type(token) is not int for token in value):
-        _refuse("must be a string or a list of token ids")
+        refuse("must be a string or a list of token ids")
     return tuple(value)
 
 
@@ -89,37 +109,45 @@ def _content(value: object, info: ValidationInfo) -> str:
     """The text of a message: given whole, in parts, or (an assistant's only) not at all."""
     if value is None:
         if info.data.get("role") != "assistant":
-            _refuse("is needed; only an assistant's message may go without")
+            refuse("is needed; only an assistant's message may go without")
         return ""
+    return joined_text(value, TEXT_PARTS)
+
+
+def joined_text(value: object, kinds: Sequence[str]) -> str:
+    """A text that is given whole, or in parts of these types."""
     if isinstance(value, list):
-        return "\n".join(_part(part, i) for i, part in enumerate(value))
-    return _whole_text(value) if isinstance(value, str) else _refuse("must be a string or a list of text parts")
+        return "\n".join(_part(part, i, kinds) for i, part in enumerate(value))
+    return _whole_text(value) if isinstance(value, str) else refuse("must be a string or a list of text parts")
 
 
-def _part(part: object, index: int) -> str:
+def _part(part: object, index: int, kinds: Sequence[str]) -> str:
     if not isinstance(part, dict):
-        _refuse(f"part {index} must be an object with type and text")
-    if part.get("type") != "text":
-        _refuse(f"part {index} is not of type 'text', the only one that is served")
+        refuse(f"part {index} must be an object with type and text")
+    if part.get("type") not in kinds:
+        only = "the only one that is" if len(kinds) == 1 else "those that are"
+        refuse(f"part {index} is not of type {' or '.join(map(repr, kinds))}, {only} served")
     return _text(part.get("text"), f"the text of part {index}")
 
 
-def _role(value: object) -> str:
+def check_role(value: object) -> str:
     if value in ("tool", "function"):
-        _refuse("tools are not served yet, so a message can't come from one")
+        refuse("tools are not served yet, so a message can't come from one")
     if not isinstance(value, str) or value not in ROLES:
-        _refuse(f"must be one of {', '.join(ROLES)}")
+        refuse(f"must be one of {', '.join(ROLES)}")
     return value
 
 
 def _no_calls(value: object) -> None:
     if value:
-        _refuse("tools are not served yet, so a message can't call one")
+        refuse("tools are not served yet, so a message can't call one")
 
 
 class ChatMessage(Strict):
-    role: Annotated[str, BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content)] = Field(default=None, validate_default=True)
+    role: Annotated[str, BeforeValidator(check_role), WithJsonSchema(_ROLE)]
+    content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT)] = Field(
+        default=None, validate_default=True
+    )
     tool_calls: Annotated[None, BeforeValidator(_no_calls)] = None
     function_call: Annotated[None, BeforeValidator(_no_calls)] = None
 
@@ -129,20 +157,31 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What chat and completions have in common."""
+    """What all requests for an answer have in common."""
 
     model: Text | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=MAX_INT32)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop), WithJsonSchema(_STRINGS)] = ()
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: Text | None = Field(default=None, max_length=4096)
     session_id: Text | None = None
+    cache_salt: Text | None = Field(default=None, max_length=4096)
     ignore_eos: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Longest answer, in tokens; None: the client sets no limit."""
+        raise NotImplementedError
+
+
+class CompletingRequest(GenerationRequest):
+    """What chat and completions have in common."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    stream_options: StreamOptions | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -153,7 +192,7 @@ class GenerationRequest(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(CompletingRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
 
@@ -163,10 +202,10 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-class CompletionRequest(GenerationRequest):
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+class CompletionRequest(CompletingRequest):
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt), WithJsonSchema(_PROMPT)]
 
 
-def require_stream_for_options(body: GenerationRequest) -> None:
+def require_stream_for_options(body: CompletingRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise bad_value("stream_options", "is only for a request with stream: true")

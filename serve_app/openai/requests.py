@@ -1,4 +1,4 @@
-"""What the two generating routes do alike, from body to answer."""
+"""What the generating routes do alike, from body to answer."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.ingress.body import read_json_object
 from serve_app.ingress.errors import bad_value, model_not_found
-from serve_app.ingress.request_log import CLIENT_GONE, record_of
+from serve_app.ingress.request_log import RequestRecord, record_of
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.answer import TurnResponse
 from serve_app.openai.formats import ChatFormat, CompletionFormat
-from serve_app.openai.identity import identify
-from serve_app.openai.protocol import GenerationRequest, require_stream_for_options
+from serve_app.openai.identity import TurnIdentity, engine_owner, identify
+from serve_app.openai.protocol import CompletingRequest, GenerationRequest, require_stream_for_options
 from serve_app.openai.services import Services
-from serve_app.openai.turns import make_turn
+from serve_app.openai.turns import answer_events, make_turn, sampling_of
 from serve_app.text.prompts import Prompt
 
 # Larger bodies are rendered and tokenized in a thread, so that they can't hold up everyone's streams.
 _INLINE_BYTES = 16 * 1024
 
-B = TypeVar("B", bound=GenerationRequest)
+B = TypeVar("B", bound=CompletingRequest)
+T = TypeVar("T")
 
 
 async def respond(
@@ -40,39 +41,57 @@ async def respond(
     """`check` refuses or parses the body, `build` makes the prompt, `opening` is what a conversation starts
     with."""
     settings = services.settings
-    try:
-        content, size = await read_json_object(request, settings.max_body_bytes)
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_GONE)
+    content, size = await read_json_object(request, settings.max_body_bytes)
     body = check(content)
-    model = _checked_model(body, settings)
-    _check_stops(body, settings)
+    model = checked_model(body.model, settings)
+    check_stops(body, settings)
     require_stream_for_options(body)
     record = record_of(request.scope)
-    identity = identify(request.headers, body.session_id, body.user, [model, *opening(body)], record.owner, settings)
-    if identity.session_id is not None:
-        record.session = identity.routing_key[:12]
-    prompt = await asyncio.to_thread(build, body) if size > _INLINE_BYTES else build(body)
+    identity = identity_of(request, body, record, settings, [model, *opening(body)])
+    prompt = await off_loop_if_large(size, lambda: build(body))
     turn = make_turn(
         body,
         prompt,
         identity,
+        sampling_of(body, settings),
         request_id=record.request_id,
-        owner=record.owner,
+        tenant=record.owner,
         prompt_param=prompt_param,
         settings=settings,
+        limit=await services.context_limit(),
     )
-    return TurnResponse(services, turn, form(model, body.include_usage), stream=bool(body.stream))
+    return TurnResponse(answer_events(services, turn), form(model, body.include_usage), stream=bool(body.stream))
 
 
-def _checked_model(body: GenerationRequest, settings: IngressSettings) -> str:
-    model = settings.default_model if body.model is None else body.model
+async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:
+    """`size`: bytes of text that the work goes through."""
+    return await asyncio.to_thread(work) if size > _INLINE_BYTES else work()
+
+
+def identity_of(
+    request: Request,
+    body: GenerationRequest,
+    record: RequestRecord,
+    settings: IngressSettings,
+    opening: Sequence[object],
+    chain: str | None = None,
+) -> TurnIdentity:
+    """See `identify`. The record gets the session's hash."""
+    owner = engine_owner(record.owner, body.cache_salt)
+    identity = identify(request.headers, body.session_id, body.user, opening, owner, settings, chain)
+    if identity.session_id is not None:
+        record.session = identity.routing_key[:12]
+    return identity
+
+
+def checked_model(named: str | None, settings: IngressSettings) -> str:
+    model = settings.default_model if named is None else named
     if model not in settings.model_ids:
         raise model_not_found(model)
     return model
 
 
-def _check_stops(body: GenerationRequest, settings: IngressSettings) -> None:
+def check_stops(body: GenerationRequest, settings: IngressSettings) -> None:
     if len(body.stop) > settings.max_stop_strings:
         raise bad_value("stop", f"at most {settings.max_stop_strings} stop strings are allowed")
     if any(len(stop) > settings.max_stop_length for stop in body.stop):

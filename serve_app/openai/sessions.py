@@ -1,4 +1,4 @@
-"""GET /v1/sessions and DELETE /v1/sessions/{id}: the conversations that are resident for this key."""
+"""GET /v1/sessions, GET and DELETE /v1/sessions/{id}: the conversations that are resident for this key."""
 
 from __future__ import annotations
 
@@ -7,28 +7,44 @@ from fastapi import APIRouter, Request
 from engine_actor.turns import SessionInfo
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of
-from serve_app.openai.identity import checked_session_id
+from serve_app.openai.identity import checked_session_id, engine_owner
 from serve_app.openai.services import Services
 
 
 def sessions_router(services: Services) -> APIRouter:
     router = APIRouter()
 
+    def owner(request: Request) -> str:
+        """A session whose turns carry a salt is found with the same one, as `?cache_salt=`."""
+        return engine_owner(record_of(request.scope).owner, request.query_params.get("cache_salt"))
+
     @router.get("/v1/sessions")
     async def sessions(request: Request) -> dict[str, object]:
-        owner = record_of(request.scope).owner
-        found = await services.client.sessions(owner)
+        found = await services.client.sessions(owner(request))
         return {"object": "list", "data": [_shown(info) for info in found]}
 
     # A session's id may hold slashes.
+    @router.get("/v1/sessions/{session_id:path}")
+    async def session(request: Request, session_id: str) -> dict[str, object]:
+        checked = checked_session_id(session_id, "session_id", services.settings)
+        found = [info for info in await services.client.sessions(owner(request)) if info.session_id == checked]
+        if not found:
+            raise _not_found()
+        # After it has moved, what it left behind may stay for a while where it was.
+        return _shown(min(found, key=lambda info: info.idle_seconds))
+
     @router.delete("/v1/sessions/{session_id:path}")
     async def delete(request: Request, session_id: str) -> dict[str, object]:
         checked = checked_session_id(session_id, "session_id", services.settings)
-        if not await services.client.close_session(record_of(request.scope).owner, checked):
-            raise ApiError(404, "No such session is resident.", param="session_id", code="session_not_found")
+        if not await services.client.close_session(owner(request), checked):
+            raise _not_found()
         return {"id": checked, "object": "session.deleted", "deleted": True}
 
     return router
+
+
+def _not_found() -> ApiError:
+    return ApiError(404, "No such session is resident.", param="session_id", code="session_not_found")
 
 
 def _shown(info: SessionInfo) -> dict[str, object]:

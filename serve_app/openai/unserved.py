@@ -40,7 +40,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (0,),
     "return_token_ids": _OFF,
     "truncate_prompt_tokens": (),
-    "cache_salt": _EMPTY,
     "priority": (0,),
     "guided_json": (),
     "guided_regex": (),
@@ -74,12 +73,54 @@ _CHAT = _COMMON | {
 _COMPLETION = _COMMON | {"logprobs": _OFF, "suffix": _EMPTY, "echo": _OFF}
 
 
+_RESPONSES = _COMMON | {
+    "top_logprobs": (0,),
+    "tools": _EMPTY,
+    "tool_choice": _NO_TOOL,
+    "parallel_tool_calls": (True,),
+    "max_tool_calls": (),
+    "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
+    "text": ({}, {"format": {"type": "text"}}),
+    "background": _OFF,
+    "conversation": (),
+    "include": ([],),
+    "truncation": ("disabled",),
+    "prompt": (),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "context_management": ([],),
+    "moderation": (),
+    "image": (),
+    "chat_template": (),
+    "chat_template_kwargs": _EMPTY,
+    # Names of the other two routes; to ignore them would surprise.
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+}
+_TOKENIZE = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": _OFF,
+    "return_token_strs": _OFF,
+    "tools": _EMPTY,
+    "chat_template": (),
+    "chat_template_kwargs": _EMPTY,
+}
+
+
 def refuse_unserved_chat(content: Mapping[str, object]) -> None:
     _refuse(content, _CHAT)
 
 
 def refuse_unserved_completion(content: Mapping[str, object]) -> None:
     _refuse(content, _COMPLETION)
+
+
+def refuse_unserved_responses(content: Mapping[str, object]) -> None:
+    _refuse(content, _RESPONSES)
+
+
+def refuse_unserved_tokenize(content: Mapping[str, object]) -> None:
+    _refuse(content, _TOKENIZE)
 
 
 def _refuse(content: Mapping[str, object], table: Mapping[str, tuple[object, ...]]) -> None:

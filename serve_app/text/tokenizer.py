@@ -69,13 +69,13 @@ class Tokenizer:
             return ids, [end - 1 for end in accumulate(map(len, pieces))]
         return ids, None
 
-    def decode(self, ids: Iterable[int], *, continuation: bool = False) -> str:
-        """The text of these tokens without control tokens; bytes that are no UTF-8 become U+FFFD.
+    def decode(self, ids: Iterable[int], *, continuation: bool = False, control_tokens: bool = False) -> str:
+        """The text of these tokens; bytes that are no UTF-8 become U+FFFD.
 
         `continuation`: other text stands before it, so a leading space is kept where a text of its own would
-        lose it.
+        lose it. `control_tokens`: they are spelled out, which otherwise are no part of the text.
         """
-        special = self.token_bytes.special
+        special = frozenset[int]() if control_tokens else self.token_bytes.special
         text = b"".join(self.token_bytes[i] for i in ids if i not in special).decode(errors="replace")
         if self.token_bytes.strips_space and not continuation:
             return text.removeprefix(" ")

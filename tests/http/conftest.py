@@ -12,8 +12,12 @@ from scripted_engine import ScriptedEngine
 
 from serve_app.ingress.app import create_app
 from serve_app.ingress.settings import IngressSettings
+from serve_app.responses.memory_store import MemoryResponseStore
+from serve_app.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import load_tokenizer
+
+DEFAULT_LIMITS = StoreLimits()
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +27,9 @@ def prompts(smollm2_path: Path) -> PromptBuilder:
 
 @pytest.fixture(scope="session")
 def _shared(prompts: PromptBuilder) -> Iterator[Server]:
-    engine = ScriptedEngine()
+    engine, store = ScriptedEngine(), MemoryResponseStore(DEFAULT_LIMITS)
     settings = IngressSettings(model_ids=(MODEL, "alias"), context_limit=512)
-    with serving(create_app(settings, engine, prompts)) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with serving(create_app(settings, engine, prompts, store)) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield Server(url, engine, prompts, client)
 
 
@@ -43,9 +47,10 @@ def start_server(prompts: PromptBuilder) -> Iterator[StartServer]:
     """Starts a server with settings, and if need be prompts, of its own."""
     with ExitStack() as stack:
 
-        def start(prompts: PromptBuilder = prompts, **settings: Any) -> Server:
+        def start(prompts: PromptBuilder = prompts, limits: StoreLimits = DEFAULT_LIMITS, **settings: Any) -> Server:
             engine = ScriptedEngine()
-            app = create_app(IngressSettings(model_ids=(MODEL,), **settings), engine, prompts)
+            store = MemoryResponseStore(limits)
+            app = create_app(IngressSettings(model_ids=(MODEL,), **settings), engine, prompts, store)
             url = stack.enter_context(serving(app))
             client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
             server = Server(url, engine, prompts, client)

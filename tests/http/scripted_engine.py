@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.release = threading.Event()
         self.vanish = False
         self.is_ready = True
+        self.longest: int | None = None
         self.requests: list[TurnRequest] = []
         self.routing_keys: list[str | None] = []
         self.running = 0
@@ -119,3 +120,6 @@ class ScriptedEngine:
 
     async def ready(self) -> bool:
         return self.is_ready
+
+    async def context_limit(self) -> int | None:
+        return self.longest

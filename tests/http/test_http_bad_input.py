@@ -44,6 +44,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"user": v}, "user") for v in (5, True, [], {}, "x" * 4097, "\ud800")],
     *[({"session_id": v}, "session_id") for v in
       (5, True, [], "", "a\nb", "a\r\nb", "\x00", "x" * 257, "x" * 10**6, "\ud83d", "\u2028", "\x7f")],
+    *[({"cache_salt": v}, "cache_salt") for v in (5, True, [], {}, "x" * 4097, "\ud800")],
     *[({"model": v}, "model") for v in (5, True, [], {}, "\ud800")],
     *[({"messages": v}, "messages") for v in (None, [], "Hi", {}, 5, True, USER * 4097)],
     *[({"messages": [v]}, "messages.0") for v in (None, "Hi", 5, [])],
@@ -76,7 +77,7 @@ NOT_SERVED: list[tuple[str, Any]] = [
     ("response_format", "json"), ("min_p", 0.1), ("min_tokens", 3), ("best_of", 2), ("use_beam_search", True),
     ("modalities", ["text", "audio"]), ("audio", {}), ("prediction", {}), ("store", True), ("echo", True),
     ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}), ("continue_final_message", True),
-    ("add_generation_prompt", False), ("stop_token_ids", [5]), ("bad_words", ["x"]), ("cache_salt", "x"),
+    ("add_generation_prompt", False), ("stop_token_ids", [5]), ("bad_words", ["x"]),
     ("guided_json", {}), ("structured_outputs", {}), ("skip_special_tokens", False), ("prompt_logprobs", 1),
     ("include_stop_str_in_output", True), ("documents", [{}]), ("web_search_options", {}),
 ]  # fmt: skip
