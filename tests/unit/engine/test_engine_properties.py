@@ -30,9 +30,11 @@ from tests.support.doubles import MixingDecoder, mixing_logits
 VOCAB, EOS, CONTEXT = 12, 1, 40
 RUNS_TO_FINISH = 3000
 
-settings.register_profile("ci", max_examples=200, stateful_step_count=40, deadline=None)
-settings.register_profile("thorough", max_examples=10_000, stateful_step_count=40, deadline=None)
-PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+PROFILES = {
+    "ci": settings(max_examples=200, stateful_step_count=40, deadline=None),
+    "thorough": settings(max_examples=10_000, stateful_step_count=40, deadline=None),
+}
+PROFILE = PROFILES.get(os.environ.get("HYPOTHESIS_PROFILE", "ci"), PROFILES["ci"])
 
 SAMPLED = SamplingParams(temperature=1.0, seed=99)
 prompts = st.lists(st.sampled_from([2, 3]), min_size=1, max_size=11)
