@@ -1,0 +1,106 @@
+"""`moorage serve` as a process: what it prints, what it answers, and what it leaves behind, which is
+nothing."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def carriers(token: str) -> list[int]:
+    """Processes that have inherited this token: the server and all of its Ray."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and token.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # it ended between the two looks
+            continue
+    return found
+
+
+@contextmanager
+def serving(token: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token}
+    command = [sys.executable, "-m", "serve_app.cli", "serve", "--port", str(free_port()), *flags]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def nothing_is_left(token: str) -> bool:
+    """Processes that were told to end may take a moment to."""
+    for _ in range(100):
+        if not carriers(token):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_it_becomes_ready_answers_the_curl_it_prints_and_stops_without_a_trace(smollm2_path: Path) -> None:
+    token = secrets.token_hex(32)
+    with serving(token, "--model", "smollm2", "--kv-memory", "64MiB") as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if "ready after" in line:
+                break
+        printed = "".join(lines)
+        assert printed.count("ready after") == 1, printed
+        assert "blocks of 16" in printed
+        assert "longest prompt" in printed
+        curl = shlex.split(lines[-1].partition("try: ")[2])
+        answer = subprocess.run([*curl, "-s"], capture_output=True, text=True, timeout=120, check=True)
+        assert "Paris" in answer.stdout
+        assert len(carriers(token)) > 5
+
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+        rest, _ = process.communicate(timeout=90)
+        assert process.returncode == 0, rest
+        assert rest.rstrip().endswith("stopped")
+    assert nothing_is_left(token), carriers(token)
+
+
+def test_a_model_that_cannot_load_is_one_readable_error_and_leaves_nothing(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    token = secrets.token_hex(32)
+    with serving(token, "--model", str(broken)) as process:
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == 1, printed
+    [error] = [line for line in printed.splitlines() if line.startswith("error:")]
+    assert "could not start" in error
+    assert "Traceback" not in printed
+    assert nothing_is_left(token), carriers(token)
