@@ -115,7 +115,7 @@ class TorchDecoder:
         rotary = self._rotary.at(positions)
         local = rotary if self._local_rotary is self._rotary else self._local_rotary.at(positions)
         tokens = len(step.input_ids)
-        everything = len(step.logits_rows) == tokens and bool((np.diff(step.logits_rows, prepend=-1) == 1).all())
+        everything = np.array_equal(step.logits_rows, np.arange(tokens))
         return StepTensors(
             input_ids=self._tensor(step.input_ids),
             slots=self._tensor(slots_of(step, self._pools.block_size)),

@@ -23,6 +23,7 @@ class Attention:
         prefix = f"model.layers.{layer}.self_attn."
         size = config.head_size
         self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, size
+        self.rotated = self.heads + self.kv_heads
         self.window = config.windows[layer]
         self.scale = config.query_scale
         self.eps = config.rms_eps
@@ -42,12 +43,13 @@ class Attention:
 
     def __call__(self, x: Tensor, step: StepTensors) -> Tensor:
         """x: float32 [tokens, hidden_size] -> the same shape."""
-        tokens, rotated = len(x), self.heads + self.kv_heads
-        mixed = self.query_key_value(x).view(tokens, rotated + self.kv_heads, self.head_size)
+        tokens = x.shape[0]
+        mixed = self.query_key_value(x).view(tokens, self.rotated + self.kv_heads, self.head_size)
+        query, key, value = mixed.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
         cos, sin = step.local_rotary if self.window else step.rotary
-        query, key, value = mixed[:, : self.heads], mixed[:, self.heads : rotated], mixed[:, rotated:]
         if self.query_norm is None or self.key_norm is None:
-            apply_rotary(mixed[:, :rotated], cos, sin)
+            # Queries and keys lie side by side: one call turns both, in place.
+            apply_rotary(mixed.narrow(1, 0, self.rotated), cos, sin)
         else:
             query = apply_rotary(rms_norm(query, self.query_norm, self.eps), cos, sin)
             key = apply_rotary(rms_norm(key, self.key_norm, self.eps), cos, sin)

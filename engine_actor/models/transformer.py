@@ -64,6 +64,6 @@ class Transformer:
             x = layer(x, step)
         if step.logits_rows is not None:
             x = x.index_select(0, step.logits_rows)
-        if len(x) == 0:
+        if x.shape[0] == 0:
             return x.new_empty(0, self.config.vocab_size)
         return self.head(rms_norm(x, self.norm, self.config.rms_eps))
