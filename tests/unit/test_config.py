@@ -105,3 +105,8 @@ def test_the_served_name_is_the_known_name_or_that_of_the_file(tmp_path: Path) -
     assert AppArgs(model="/models/Some-1B.Q4.gguf").model_name() == "Some-1B.Q4"
     assert AppArgs(model=str(tmp_path / "Tiny-Chat")).model_name() == "Tiny-Chat"
     assert AppArgs(model="smollm2", served_model_name="chat").model_name() == "chat"
+
+
+def test_the_guide_describes_every_field() -> None:
+    guide = (Path(__file__).parents[2] / "serve_app" / "README.md").read_text("utf-8")
+    assert [name for name in AppArgs.model_fields if f"| `{name}` |" not in guide] == []
