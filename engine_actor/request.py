@@ -144,7 +144,7 @@ class RequestRecord:
 
     @property
     def executable(self) -> bool:
-        return self.status in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE)
+        return self.status is RequestStatus.ACTIVE or self.status is RequestStatus.ASSIGNED
 
     @property
     def is_prefill(self) -> bool:

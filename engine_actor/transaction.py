@@ -30,6 +30,8 @@ from engine_actor.request import FinishReason, RequestRecord, RequestStatus, Usa
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
 
+NO_FLAGS = EventFlags(0)
+
 
 class Phase(IntEnum):
     """The last phase that was begun. They come in this order, each once."""
@@ -171,8 +173,10 @@ class StepTransaction:
         return StagedRow(row, token, finish)
 
     def _event(self, staged: StagedRow) -> EngineEvent | None:
+        if staged.appended is None and staged.finish is None:
+            return None
         record = staged.row.record
-        flags = EventFlags(0) if staged.appended is None else EventFlags.TOKEN
+        flags = NO_FLAGS if staged.appended is None else EventFlags.TOKEN
         event = EngineEvent(flags, record, record.turn_id, staged.appended)
         if staged.finish is not None:
             event.flags |= EventFlags.TURN_FINISHED
@@ -183,7 +187,7 @@ class StepTransaction:
             event.flags |= EventFlags.FAILED
             event.error_code = ErrorCode.NOT_FINITE
             event.message = "the model gave no finite number for the next token"
-        return event if event.flags else None
+        return event
 
     def _cached_tokens(self, row: PlannedRow) -> int:
         """Input positions of this turn that were found in the cache; fixed by the turn's first step."""

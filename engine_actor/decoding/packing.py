@@ -13,6 +13,8 @@ from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import Reservation
 from engine_actor.scheduling.step_plan import StepPlan
 
+NOWHERE: tuple[int, BlockTable | None, int, int] = (-1, None, 0, 0)
+
 
 class TableMirror:
     """Rows of the matrix by request; `sync` brings one up to date and returns its index."""
@@ -20,18 +22,19 @@ class TableMirror:
     def __init__(self, columns: int) -> None:
         self._matrix = np.full((16, columns), -1, np.int32)
         self._free = list(range(16))
-        self._rows: dict[int, tuple[int, BlockTable, int, int]] = {}  # index, table, epoch, entries copied
+        self._rows: dict[int, tuple[int, BlockTable | None, int, int]] = {}  # index, table, epoch, entries copied
 
     def sync(self, request_id: int, table: BlockTable) -> int:
-        index, known, epoch, copied = self._rows.get(request_id, (-1, None, 0, 0))
+        index, known, epoch, copied = self._rows.get(request_id, NOWHERE)
+        total = len(table.blocks)
+        if known is table and epoch == table.epoch and copied == total:
+            return index
         if index < 0:
             index = self._take_row()
         if known is not table or epoch != table.epoch:
             self._matrix[index] = -1
             copied = 0
-        total = len(table.blocks)
-        if copied < total:
-            self._matrix[index, copied:total] = table.blocks[copied:]
+        self._matrix[index, copied:total] = table.blocks[copied:]
         self._rows[request_id] = (index, table, table.epoch, total)
         return index
 
@@ -71,10 +74,10 @@ class StepPacker:
             self._mirror.forget_all_but(self._cache)
         input_ids: list[int] = []
         for row in rows:
-            start = row.demand.committed
-            input_ids += row.record.history.ids[start : start + row.count]
-        counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
-        past = np.fromiter((row.demand.committed for row in rows), np.int32, len(rows))
+            demand = row.demand
+            input_ids += row.record.history.ids[demand.committed : demand.target]
+        counts = np.array([row.count for row in rows], np.int32)
+        past = np.array([row.demand.committed for row in rows], np.int32)
         cumulative = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=cumulative[1:])
         # Position of a packed token: past of its row + its offset in the row.
@@ -90,6 +93,6 @@ class StepPacker:
             past_sequence_lengths=past,
             block_table=self._mirror.gather(indices, max(len(table.blocks) for table in tables)),
             attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
-            logits_rows=np.fromiter((row.logits_row for row in rows if row.samples), np.int64),
+            logits_rows=np.array([row.offset + row.count - 1 for row in rows if row.samples], np.int64),
             block_copies=reservation.copies,
         )

@@ -55,14 +55,15 @@ class CacheManager:
         """Shared blocks that a new request of these tokens can adopt."""
         return () if self.index is None else tuple(self.index.match(salt, tokens))
 
-    def never_fits(self, whole: int) -> bool:
-        """A sequence of `whole` positions is too long even for the empty pool (F113, F114)."""
-        return blocks_for(whole, self.block_size) > self.pool.usable
+    @property
+    def longest(self) -> int:
+        """Positions that the empty pool holds; a longer sequence can never be served (F113, F114)."""
+        return self.pool.usable * self.block_size
 
-    def cost(self, demand: RowDemand) -> int:
+    def cost_of_new(self, whole: int, adopted: Sequence[int]) -> int:
         """How far `available` falls if this row is reserved: blocks to issue, and idle ones that it adopts."""
-        idle = sum(self.pool.is_idle(block) for block in demand.adopted) if demand.adopted else 0
-        return self.paged.blocks_to_add(demand) + idle
+        idle = sum(self.pool.is_idle(block) for block in adopted)
+        return blocks_for(whole, self.block_size) - len(adopted) + idle
 
     @property
     def available(self) -> int:

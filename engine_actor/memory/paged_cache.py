@@ -51,13 +51,19 @@ class PagedCache:
         size = self.block_size
         return table.committed % size != 0 and self.pool.owner_count(table.blocks[table.committed // size]) > 1
 
+    def growth(self, table: BlockTable, positions: int) -> int:
+        """Blocks that the pool must issue so that `positions` can be written: what the table lacks (F105), and one for
+        a private copy of a shared tail."""
+        lacking = -(-positions // self.block_size) - table.count
+        return (lacking if lacking > 0 else 0) + self.must_copy_tail(table)
+
     def blocks_to_add(self, demand: RowDemand) -> int:
-        """Blocks that the pool must issue for this row: growth (F105), and one for a private copy of a shared tail."""
-        needed = blocks_for(max(demand.whole, demand.target), self.block_size)
+        """As `growth`, for a new row too, which brings the blocks that it adopts."""
+        positions = max(demand.whole, demand.target)
         table = self.table(demand.request_id)
         if table is None:
-            return needed - len(demand.adopted)
-        return max(0, needed - table.count) + self.must_copy_tail(table)
+            return blocks_for(positions, self.block_size) - len(demand.adopted)
+        return self.growth(table, positions)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -68,16 +74,18 @@ class PagedCache:
         """
         if self._live is not None:
             raise ContractViolation("a second reservation while one is live")
-        self._check(demands)
-        needs = [self.blocks_to_add(demand) for demand in demands]
+        if len({demand.request_id for demand in demands}) != len(demands):
+            raise ContractViolation(f"a request is twice in one step: {[demand.request_id for demand in demands]}")
+        needs = [self._checked_need(demand) for demand in demands]
+        total = sum(needs)
         pinned: list[int] = []
         try:
             for demand in demands:
                 for block in demand.adopted:
                     self.pool.pin(block)  # first, so that making room does not take them
                     pinned.append(block)
-            self._make_room(sum(needs))
-            fresh = iter(self.pool.allocate(sum(needs)))
+            self._make_room(total)
+            fresh = iter(self.pool.allocate(total))
         except BaseException:
             for block in reversed(pinned):
                 self.pool.free([block])
@@ -95,6 +103,8 @@ class PagedCache:
         else:
             table = self._tables[demand.request_id]
             row = RowReservation(demand, table, table.count)
+            if not need:
+                return row
             if self.must_copy_tail(table):
                 row.tail = table.committed // self.block_size
                 row.copy = (table.blocks[row.tail], next(fresh))
@@ -104,24 +114,25 @@ class PagedCache:
         table.blocks.extend(next(fresh) for _ in range(need))
         return row
 
-    def _check(self, demands: Sequence[RowDemand]) -> None:
-        seen: set[int] = set()
-        for demand in demands:
-            name, table = demand.request_id, self.table(demand.request_id)
-            if name in seen:
-                raise ContractViolation(f"request {name} is twice in one step")
-            seen.add(name)
-            if demand.new and table is not None:
-                raise ContractViolation(f"request {name} is marked new but is resident")
-            if not demand.new and table is None:
-                raise ContractViolation(f"request {name} is marked resident but is not")
-            valid = len(demand.adopted) * self.block_size if table is None else table.committed
-            if demand.committed != valid:
-                raise ContractViolation(f"request {name}: plan says {demand.committed}, table {valid}")
-            if table is not None and demand.adopted:
-                raise ContractViolation(f"request {name} is resident and cannot adopt blocks")
-            if demand.target < demand.committed:
-                raise ContractViolation(f"request {name}: target {demand.target} < committed {demand.committed}")
+    def _checked_need(self, demand: RowDemand) -> int:
+        """Blocks that the row needs. Raises ContractViolation where it does not fit the tables."""
+        name = demand.request_id
+        table = self.table(name)
+        if demand.new is not (table is None):
+            raise ContractViolation(
+                f"request {name} is marked {'new but is resident' if demand.new else 'resident but is not'}"
+            )
+        valid = len(demand.adopted) * self.block_size if table is None else table.committed
+        if demand.committed != valid:
+            raise ContractViolation(f"request {name}: plan says {demand.committed}, table {valid}")
+        if demand.target < valid:
+            raise ContractViolation(f"request {name}: target {demand.target} < committed {valid}")
+        positions = demand.whole if demand.whole > demand.target else demand.target
+        if table is None:
+            return blocks_for(positions, self.block_size) - len(demand.adopted)
+        if demand.adopted:
+            raise ContractViolation(f"request {name} is resident and cannot adopt blocks")
+        return self.growth(table, positions)
 
     def is_live(self, reservation: Reservation) -> bool:
         return self._live is reservation

@@ -29,6 +29,8 @@ class Admission:
 
     def __init__(self, cache: CacheManager, row_limit: int, max_overtakes: int, running: int) -> None:
         self._cache = cache
+        self._table = cache.paged.table
+        self._longest = cache.longest
         self._rows_left = row_limit
         self._residents_left = cache.max_residents - cache.resident_count
         self._blocks_left = cache.available
@@ -38,43 +40,53 @@ class Admission:
         self.selection = Selection()
 
     def consider(self, record: RequestRecord) -> None:
-        new = self._cache.table(record.id) is None
+        table = self._table(record.id)
         whole = record.history.length
-        if self._cache.never_fits(whole):
+        if whole > self._longest:
             self.selection.unserviceable.append(record)
-        elif new and self._overtakes_left < 1:
+        elif table is None and self._overtakes_left < 1:
             self.defer(record, DeferralReason.TURN)
         elif self._rows_left < 1:
             self.defer(record, DeferralReason.ROWS)
-        elif not new:
-            self._admit(record, RowDemand(record.id, False, record.processed, record.processed + 1, whole))
-        elif self._residents_left < 1:
-            self.selection.deferrals.append(Deferral(record.id, DeferralReason.RESIDENTS, missing_slots=1))
+        elif table is None:
+            self._consider_new(record, whole)
         else:
-            adopted = self._match(record)
-            start = len(adopted) * self._cache.block_size
-            self._admit(record, RowDemand(record.id, True, start, start + 1, whole, adopted))
+            cost = self._cache.paged.growth(table, whole)
+            if cost > self._blocks_left:
+                self._block(record, cost)
+            else:
+                self._take(record, RowDemand(record.id, False, record.processed, record.processed + 1, whole), cost)
 
     def defer(self, record: RequestRecord, reason: DeferralReason) -> None:
         self.selection.deferrals.append(Deferral(record.id, reason))
 
-    def _admit(self, record: RequestRecord, demand: RowDemand) -> None:
-        cost = self._cache.cost(demand)
+    def _consider_new(self, record: RequestRecord, whole: int) -> None:
+        if self._residents_left < 1:
+            self.selection.deferrals.append(Deferral(record.id, DeferralReason.RESIDENTS, missing_slots=1))
+            return
+        adopted = self._match(record)
+        cost = self._cache.cost_of_new(whole, adopted)
         # A preempted request comes back only where the running ones can grow beside it, else it would be preempted
         # again at once; the more often it happened, the more room is asked for.
-        headroom = record.preemptions * self._running if demand.new else 0
-        missing = cost + headroom - self._blocks_left
-        if missing > 0:
-            # Once it has been passed often enough, what is freed is kept for it.
-            self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken)
-            self.selection.deferrals.append(Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing))
+        headroom = record.preemptions * self._running
+        if cost + headroom > self._blocks_left:
+            self._block(record, cost + headroom)
             return
+        start = len(adopted) * self._cache.block_size
+        self._take(record, RowDemand(record.id, True, start, start + 1, whole, adopted), cost)
+        self._residents_left -= 1
+        self._overtakes_left -= 1
+
+    def _take(self, record: RequestRecord, demand: RowDemand, cost: int) -> None:
         self.selection.rows.append((record, demand))
         self._rows_left -= 1
         self._blocks_left -= cost
-        if demand.new:
-            self._residents_left -= 1
-            self._overtakes_left -= 1
+
+    def _block(self, record: RequestRecord, blocks: int) -> None:
+        """Once it has been overtaken often enough, what is freed is kept for it."""
+        self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken)
+        missing = blocks - self._blocks_left
+        self.selection.deferrals.append(Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing))
 
     def _match(self, record: RequestRecord) -> tuple[int, ...]:
         """The shared prefix, looked up again only when the index or the sequence has changed."""

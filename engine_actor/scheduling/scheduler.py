@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.reservation import RowDemand
@@ -99,22 +98,26 @@ class Scheduler:
         return candidates
 
     def _select(self, candidates: list[RequestRecord]) -> Selection:
-        decodes = [record for record in candidates if not record.is_prefill]
-        prefills = [record for record in candidates if record.is_prefill]
+        overdue: list[RequestRecord] = []
+        decodes: list[RequestRecord] = []
+        prefills: list[RequestRecord] = []
+        bounds = self._config.fairness
+        most_passed, most_overtaken = bounds.max_passed_over, max(1, bounds.max_overtakes)
+        for record in candidates:
+            if record.passed_over >= most_passed or record.overtaken >= most_overtaken:
+                overdue.append(record)
+            elif record.is_prefill:
+                prefills.append(record)
+            else:
+                decodes.append(record)
         running = len(candidates) - len(self._lifecycle.queue)
-        overtakes = self._config.fairness.max_overtakes
-        admission = Admission(self._lifecycle.cache, self._row_limit, overtakes, running)
+        admission = Admission(self._lifecycle.cache, self._row_limit, bounds.max_overtakes, running)
+        overdue.sort(key=lambda record: (record.overtaken < most_overtaken, -record.passed_over))
+        for record in overdue:
+            admission.consider(record)
         share = self._decode_share() if prefills else UNBOUNDED
-        if self._bounded:
-            overdue = [record for record in candidates if self._overdue(record)]
-            if overdue:
-                overdue.sort(key=lambda record: (not self._overtaken(record), -record.passed_over))
-                for record in overdue:
-                    admission.consider(record)
-                decodes = [record for record in decodes if not self._overdue(record)]
-                prefills = [record for record in prefills if not self._overdue(record)]
-            if len(decodes) > min(share, self._row_limit):
-                decodes.sort(key=lambda record: record.served)
+        if self._bounded and len(decodes) > min(share, self._row_limit):
+            decodes.sort(key=lambda record: record.served)
         rows = admission.selection.rows
         decode_limit = len(rows) + share
         held_back: list[RequestRecord] = []
@@ -143,12 +146,6 @@ class Scheduler:
         remaining = demand.whole - demand.committed
         return min(remaining, self._config.chunk_size) if self._config.chunk_size else remaining
 
-    def _overtaken(self, record: RequestRecord) -> bool:
-        return record.overtaken >= max(1, self._config.fairness.max_overtakes)
-
-    def _overdue(self, record: RequestRecord) -> bool:
-        return record.passed_over >= self._config.fairness.max_passed_over or self._overtaken(record)
-
     def _decode_share(self) -> int:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
         if not self._prefill_reserve:
@@ -158,9 +155,10 @@ class Scheduler:
     def _share_out(self, selection: Selection, plan: StepPlan) -> None:
         wants = [self._want(record, demand) for record, demand in selection.rows]
         counts = share_budget(wants, self._config.max_scheduled_tokens)
+        offset = 0
         for (record, demand), count in zip(selection.rows, counts, strict=True):
-            target = demand.committed + count
-            demand = replace(demand, target=target)
-            samples = target == demand.whole
-            plan.rows.append(PlannedRow(record, demand, count, plan.token_count, record.is_prefill, samples))
-            plan.token_count += count
+            demand.target = demand.committed + count
+            samples = demand.target == demand.whole
+            plan.rows.append(PlannedRow(record, demand, count, offset, record.is_prefill, samples))
+            offset += count
+        plan.token_count = offset

@@ -53,19 +53,19 @@ class StepPlan:
     def check(self) -> None:
         """Raises ContractViolation unless each row sends a non-empty head of what its request has not computed yet,
         once, and lies where the row before it ends (F095). Linear."""
-        seen: set[int] = set()
+        if len({row.record.id for row in self.rows}) != len(self.rows):
+            raise ContractViolation(f"a request is twice in one step: {[row.record.id for row in self.rows]}")
         offset = 0
         for row in self.rows:
-            record, demand = row.record, row.demand
-            if record.id in seen or not record.executable:
-                raise ContractViolation(f"request {record.id} is {record.status.value}, or twice in one step")
-            seen.add(record.id)
+            record, demand, count = row.record, row.demand, row.count
             remaining = record.history.length - demand.committed
-            if not 1 <= row.count <= remaining or demand.target != demand.committed + row.count:
-                raise ContractViolation(f"request {record.id}: {row.count} tokens planned, {remaining} remain")
+            if not record.executable:
+                raise ContractViolation(f"request {record.id} is {record.status.value} and cannot run")
+            if not 1 <= count <= remaining or demand.target != demand.committed + count:
+                raise ContractViolation(f"request {record.id}: {count} tokens planned, {remaining} remain")
             if row.offset != offset:
                 raise ContractViolation(f"request {record.id}: its tokens start at {row.offset}, not at {offset}")
-            offset += row.count
+            offset += count
         if offset != self.token_count:
             raise ContractViolation(f"{self.token_count} tokens planned, the rows have {offset}")
 

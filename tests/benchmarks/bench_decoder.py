@@ -1,7 +1,8 @@
 """Tokens per second of TorchDecoder.forward next to a plain transformers forward with its cache, in bfloat16.
 
 Same model file, batch, context and threads, one process; the two take turns, so that a change of the machine's speed
-hits both. No scheduler and no sampling on either side. Figures are medians.
+hits both. No scheduler and no sampling on either side. Figures are medians; with one thread they are of its CPU time,
+which other work on the machine disturbs least.
 
     python -m tests.benchmarks.bench_decoder --model smollm2.gguf --threads 2
 """
@@ -42,10 +43,10 @@ def _take_turns(repeats: int, *sides: Callable[[], float]) -> list[float]:
     return [statistics.median(taken) for taken in times]
 
 
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _timed(call: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ def main() -> None:
     from tests.support.packed import Row, pack
 
     torch.set_num_threads(arguments.threads)
+    clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     where = {"gguf_file": arguments.model.name} if arguments.model.is_file() else {}
     folder = arguments.model.parent if where else arguments.model
     start = time.perf_counter()
@@ -93,12 +95,12 @@ def main() -> None:
             step = pack([Row(tokens[row][CONTEXT : CONTEXT + 1], CONTEXT, blocks(row)) for row in range(batch)])
 
             def decode_peer(cache: DynamicCache = cache, last: torch.Tensor = last) -> float:
-                taken = _timed(lambda: peer(last, past_key_values=cache, use_cache=True))
+                taken = _timed(lambda: peer(last, past_key_values=cache, use_cache=True), clock)
                 cache.crop(-1)
                 return taken
 
             def decode(step: Any = step) -> float:
-                return _timed(lambda: decoder.forward(step))
+                return _timed(lambda: decoder.forward(step), clock)
 
             report(f"decode, batch {batch}", batch, decode, decode_peer)
 
@@ -107,8 +109,10 @@ def main() -> None:
         report(
             f"prefill, {PREFILL} tokens",
             PREFILL,
-            lambda: _timed(lambda: decoder.forward(step)),
-            lambda: _timed(lambda: peer(prompt, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)),
+            lambda: _timed(lambda: decoder.forward(step), clock),
+            lambda: _timed(
+                lambda: peer(prompt, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1), clock
+            ),
         )
 
 

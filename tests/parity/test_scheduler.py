@@ -266,7 +266,7 @@ def test_a_continuation_is_not_new_and_allocates_none_of_its_blocks_again() -> N
     blocks = room.blocks(request)
     request.begin_turn([9])
     (row,) = room.plan().rows
-    assert not row.demand.new and room.cache.cost(row.demand) == 0
+    assert not row.demand.new and room.cache.paged.blocks_to_add(row.demand) == 0
     generation = room.pool.generation
     room.step()
     assert room.blocks(request) == blocks and room.pool.generation == generation

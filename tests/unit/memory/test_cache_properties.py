@@ -109,7 +109,8 @@ class CacheMachine(RuleBasedStateMachine):
     def reserve(self, data: st.DataObject) -> None:
         requests = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True, min_size=1, max_size=4))
         demands = [self.draw_demand(data, request) for request in requests]
-        fits = sum(self.cache.cost(demand) for demand in demands) <= self.cache.available
+        idle = sum(self.cache.pool.is_idle(block) for demand in demands for block in demand.adopted)
+        fits = idle + sum(self.cache.paged.blocks_to_add(demand) for demand in demands) <= self.cache.available
         before = {r: list(self.cache.table(r).blocks) for r in self.valid}  # type: ignore[union-attr]
         try:
             reservation = self.cache.reserve(demands)

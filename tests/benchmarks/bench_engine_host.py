@@ -1,0 +1,140 @@
+"""What the engine itself costs in a decode step: everything except the model.
+
+    python -m tests.benchmarks.bench_engine_host [--rows 1 8 32 128 512] [--steps 300] [--sampled]
+
+The decoder is a double that returns logits computed before; greedy unless --sampled. Prints microseconds per step and
+per row, split by phase: the median over the steps of the thread's CPU time, so that neighbours on the machine disturb
+little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
+from engine_actor.engine import Engine
+from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from engine_actor.transaction import StepTransaction
+
+VOCAB = 64
+PHASES = ("plan", "reserve", "checkpoint", "pack", "sample", "prepare", "commit", "publish", "other")
+
+
+class InstantDecoder:
+    """Returns the same logits for every row."""
+
+    row_invariant = True
+
+    def __init__(self, rows: int) -> None:
+        self.manifest = DecoderManifest(VOCAB, 1 << 20, frozenset({1}), PagedState((0,), 1, 1, 8))
+        self._logits = np.zeros((rows, VOCAB), np.float32)
+        self._logits[:, 5] = 100.0
+
+    def allocate(self, pools: PoolGeometry) -> None:
+        pass
+
+    def forward(self, step: PackedStep) -> np.ndarray[Any, Any]:
+        return self._logits[: len(step.logits_rows)]
+
+
+class Stopwatch:
+    """Adds up the time of wrapped calls by phase."""
+
+    def __init__(self) -> None:
+        self.spent = dict.fromkeys(PHASES, 0.0)
+
+    def wrap(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                self.spent[phase] += time.thread_time() - started
+
+        return timed
+
+
+def watch(engine: Engine, stopwatch: Stopwatch) -> Callable[[], None]:
+    """Times the engine's phases; returns what undoes it."""
+    wrap = stopwatch.wrap
+    engine._scheduler.plan = wrap("plan", engine._scheduler.plan)  # type: ignore[method-assign]
+    engine._packer.pack = wrap("pack", engine._packer.pack)  # type: ignore[method-assign]
+    engine._scheduler.note_committed = wrap("publish", engine._scheduler.note_committed)  # type: ignore[method-assign]
+    phases = {
+        "reserve": "reserve",
+        "checkpoint": "checkpoint",
+        "sample": "sample",
+        "prepare": "prepare",
+        "commit": "commit",
+        "publish_events": "publish",
+        "share_full_blocks": "publish",
+    }
+    originals = {name: getattr(StepTransaction, name) for name in phases}
+    for name, phase in phases.items():
+        setattr(StepTransaction, name, wrap(phase, originals[name]))
+
+    def restore() -> None:
+        for name, original in originals.items():
+            setattr(StepTransaction, name, original)
+
+    return restore
+
+
+def measure(rows: int, steps: int, sampling: SamplingParams) -> dict[str, float]:
+    """Median microseconds a step by phase, and in total without the stopwatch."""
+    blocks = rows * (2 * steps // 16 + 4)
+    config = EngineConfig(num_blocks=blocks, block_size=16, max_batch_size=rows, max_scheduled_tokens=max(2048, rows))
+    engine = Engine(InstantDecoder(rows), config)
+    requests = [engine.create_request() for _ in range(rows)]
+    for i, request in enumerate(requests):
+        request.begin_turn([2 + i % 60, 3 + i // 60], TurnOptions(sampling=sampling, ignore_eos=True))
+    engine.run(2 * rows)
+    gc.collect()
+    gc.disable()
+    whole = []
+    for _ in range(steps):
+        started = time.thread_time()
+        engine.run(2 * rows)
+        whole.append(time.thread_time() - started)
+    result = {"step": statistics.median(whole) * 1e6}
+    samples: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    stopwatch = Stopwatch()
+    restore = watch(engine, stopwatch)
+    try:
+        for _ in range(steps):
+            stopwatch.spent = dict.fromkeys(PHASES, 0.0)
+            started = time.thread_time()
+            engine.run(2 * rows)
+            total = time.thread_time() - started
+            stopwatch.spent["other"] = total - sum(stopwatch.spent.values())
+            for phase, spent in stopwatch.spent.items():
+                samples[phase].append(spent)
+    finally:
+        restore()
+        gc.enable()
+    return result | {phase: statistics.median(values) * 1e6 for phase, values in samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sampled", action="store_true")
+    args = parser.parse_args()
+    sampling = SamplingParams(temperature=0.8, top_k=20, seed=7) if args.sampled else SamplingParams()
+    print(f"{'rows':>5} {'us/step':>9} {'us/row':>7} | " + " ".join(f"{phase:>10}" for phase in PHASES))
+    for rows in args.rows:
+        figures = measure(rows, args.steps, sampling)
+        split = " ".join(f"{figures[phase]:10.1f}" for phase in PHASES)
+        print(f"{rows:5d} {figures['step']:9.1f} {figures['step'] / rows:7.2f} | {split}")
+
+
+if __name__ == "__main__":
+    main()
