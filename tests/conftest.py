@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.local_ray import prepare_environment
 
-pytest_plugins = ["tests.support.parity"]
+pytest_plugins = ["tests.support.parity", "tests.support.property_tests"]
 
 # Before torch and transformers are imported. Idle OpenMP threads must not spin: suites share their cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
