@@ -72,32 +72,35 @@ def _to_host(logits: Any) -> Float32:
 
 def _draw(logits: Float32, peak: np.float32, params: SamplingParams, u: float, room: Float32) -> int:
     temperature = np.float32(params.temperature)
-    ids = None
     if 0 < params.top_k < len(logits):
-        ids = _largest(logits, peak, params.top_k)
-        logits = logits[ids]
+        return _draw_of_few(logits, peak, temperature, params, u)
     candidates = _Candidates(logits, peak, temperature, room)
+    if params.top_p == 1.0:
+        return candidates.locate(u, "right")
+    kept = candidates.through(candidates.locate(params.top_p, "left"))
+    return int(kept[_Candidates(logits[kept], peak, temperature, room).locate(u, "right")])
+
+
+def _draw_of_few(logits: Float32, peak: np.float32, temperature: np.float32, params: SamplingParams, u: float) -> int:
+    """With top_k the candidates are few, so they are simply sorted."""
+    ids = _largest(logits, peak, params.top_k)
+    cumulative = np.exp((logits[ids] - peak) / temperature).cumsum(dtype=np.float64)
+    kept = len(ids)
     if params.top_p < 1.0:
-        kept = candidates.through(candidates.locate(params.top_p, "left"))
-        ids = kept if ids is None else ids[kept]
-        candidates = _Candidates(logits[kept], peak, temperature, room)
-    chosen = candidates.locate(u, "right")
-    return chosen if ids is None else int(ids[chosen])
+        kept = int(np.searchsorted(cumulative, min(params.top_p, 1.0 - EDGE) * cumulative[-1], "left")) + 1
+    return int(ids[np.searchsorted(cumulative[:kept], min(u, 1.0 - EDGE) * cumulative[kept - 1], "right")])
 
 
 def _largest(logits: Float32, peak: np.float32, count: int) -> Ids:
-    """Ids of the `count` largest logits, ascending; of equal ones at the border the lowest ids are taken."""
-    reach = np.float32(4.0)
-    near = np.flatnonzero(logits >= peak - reach)
-    while len(near) < count:
-        reach *= np.float32(2.0)
-        near = np.flatnonzero(logits >= peak - reach)
+    """Ids of the `count` largest logits, in order of (-logit, id)."""
+    for reach in (4.0, 32.0, np.inf):  # nearly always the first few below the peak are enough
+        near = np.flatnonzero(logits >= peak - np.float32(reach))
+        if len(near) >= count:
+            break
     values = logits[near]
-    border = np.partition(values, len(near) - count)[len(near) - count]
-    inside = np.flatnonzero(values > border)
-    at_border = np.flatnonzero(values == border)[: count - len(inside)]
-    chosen: Ids = near[np.sort(np.concatenate([inside, at_border]))]
-    return chosen
+    near = near[values >= np.partition(values, len(near) - count)[len(near) - count]]
+    ordered: Ids = near[np.argsort(-logits[near], kind="stable")[:count]]
+    return ordered
 
 
 class _Candidates:
