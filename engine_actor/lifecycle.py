@@ -138,7 +138,6 @@ class Lifecycle:
         elif self.cache.table(record.id) is not None:
             record.processed = self.cache.truncate(record.id, length)
         record.history.truncate(length)
-        record.prompt_boundary = min(record.prompt_boundary, length)
 
     def fork(self, record: RequestRecord) -> Request:
         self.check_call()
@@ -153,7 +152,6 @@ class Lifecycle:
         twin.history.extend(record.history.ids)
         # The last token of the child is computed again, so that its logits exist (F346).
         twin.processed = min(record.processed, record.history.length - 1)
-        twin.prompt_boundary = record.prompt_boundary
         if twin.processed:
             twin.processed = self.cache.fork(record.id, twin.id, twin.processed)
         twin.status = RequestStatus.TURN_COMPLETE

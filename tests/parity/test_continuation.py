@@ -11,7 +11,7 @@ from engine_actor.engine import Engine
 from engine_actor.errors import InvalidCall, InvalidOption
 from engine_actor.events import EventFlags
 from engine_actor.options import TurnOptions
-from engine_actor.request import FinishReason, Request
+from engine_actor.request import FinishReason, Request, RequestStatus
 from tests.support.doubles import P10, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 from tests.support.requests import free_blocks, visible
 
@@ -253,3 +253,21 @@ def test_a_rewound_turn_equals_a_fresh_one(length: int, shared: str) -> None:
     if fork is not None:
         fork.begin_turn([44], TurnOptions(5))
         assert tokens_of(run_out(engine), fork) == solo([*LONG, *solo(LONG, 6), 44], 5)
+
+
+@pytest.mark.parity("F365")
+def test_a_preempted_turn_computes_its_whole_history_again_as_input() -> None:
+    decoder = SyntheticDecoder()
+    engine = build_engine(decoder)
+    first, second = engine.create_request(), engine.create_request()
+    first.begin_turn(LONG, TurnOptions(9))
+    for _ in range(4):
+        engine.run(8)
+    second.begin_turn([7, 2], TurnOptions(9))
+    engine._lifecycle.preempt(first._record)
+    engine.check_integrity()
+    assert (first.processed_length, first.status, engine.blocks_of(first)) == (0, RequestStatus.ASSIGNED, 0)
+    events = run_out(engine)
+    assert decoder.packed_counts()[4] == [len(LONG) + 4, 2]  # in one piece, and before what was queued later
+    assert tokens_of(events, first) == solo(LONG, 9)[4:]
+    assert first.usage.generated_tokens == 9 and first.usage.prompt_tokens == len(LONG)

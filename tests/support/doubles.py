@@ -67,6 +67,14 @@ class SyntheticDecoder:
             out[i] = self.row_logits(logits[int(wanted)])
         return out
 
+    @property
+    def decode_calls(self) -> int:
+        return len(self.steps)
+
+    def packed_counts(self) -> list[list[int]]:
+        """Tokens of each row, step by step."""
+        return [np.diff(step.cumulative_sequence_lengths).tolist() for step in self.steps]
+
     def row_logits(self, sequence: list[int]) -> np.ndarray:
         row = np.zeros(self.manifest.vocab_size, np.float32)
         row[self.choose(sequence)] = 100.0
@@ -111,14 +119,6 @@ class ForcedDecoder(SyntheticDecoder):
         else:
             script = iter(forced)
             self.choose = lambda _: next(script)
-
-    @property
-    def decode_calls(self) -> int:
-        return len(self.steps)
-
-    def packed_counts(self) -> list[list[int]]:
-        """Tokens of each row, step by step."""
-        return [np.diff(step.cumulative_sequence_lengths).tolist() for step in self.steps]
 
 
 class MixingDecoder(SyntheticDecoder):
