@@ -27,14 +27,14 @@ class _Running:
 
 
 class MemoryResponseStore:
-    """Implements `ResponseStore`. Conversations stand in order of last use, oldest first."""
+    """Implements `ResponseStore`. Conversations stand in order of last use, oldest first. `bytes`: what is kept, about."""
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by the id of the root
         self._roots: dict[str, str] = {}  # response -> root
-        self._bytes = 0
+        self.bytes = 0
         self._running: dict[str, _Running] = {}
 
     async def hold(self, running: StoredResponse, cancelled: str) -> AsyncGenerator[bool, None]:
@@ -54,9 +54,9 @@ class MemoryResponseStore:
         conversation = self._conversations.setdefault(root, _Conversation(0.0))
         conversation.responses[stored.id] = stored
         self._roots[stored.id] = root
-        self._bytes += stored.bytes
+        self.bytes += stored.bytes
         self._use(root)
-        while len(self._roots) > self._limits.max_responses or self._bytes > self._limits.max_bytes:
+        while len(self._roots) > self._limits.max_responses or self.bytes > self._limits.max_bytes:
             self._forget_conversation(next(iter(self._conversations)))
 
     async def get(self, owner: str, response_id: str) -> str | None:
@@ -124,7 +124,7 @@ class MemoryResponseStore:
         if root is None:
             return
         conversation = self._conversations[root]
-        self._bytes -= conversation.responses.pop(response_id).bytes
+        self.bytes -= conversation.responses.pop(response_id).bytes
         if not conversation.responses:
             del self._conversations[root]
 

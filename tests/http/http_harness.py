@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from serve_app.text.prompts import PromptBuilder
 MODEL = "smollm2"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 @contextmanager
@@ -68,8 +70,28 @@ class Server:
     def complete(self, prompt: Any = "Once", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return self.post(COMPLETIONS, {"model": MODEL, "prompt": prompt, **fields}, headers=headers)
 
+    def respond(self, given: Any = "Hi", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        return self.post(RESPONSES, {"model": MODEL, "input": given, **fields}, headers=headers)
+
 
 StartServer = Callable[..., Server]
+
+
+def open_request(
+    server: Server,
+    path: str,
+    content: dict[str, Any],
+    cut: int | None = None,
+    headers: dict[str, str] | None = None,
+) -> socket.socket:
+    """Sends a request and leaves the answer unread. `cut`: only so many bytes of the body."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(content).encode()
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode()
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(head + body[:cut])
+    return connection
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -81,6 +103,19 @@ def events(response: httpx.Response) -> list[Any]:
     for block in body[:-2].split("\n\n"):
         assert block.startswith("data: ") and "\n" not in block, block
         parsed.append(block[6:] if block == "data: [DONE]" else json.loads(block[6:]))
+    return parsed
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a streamed response, parsed, after checking that each is named as its type says."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    body = response.content.decode()
+    assert body.endswith("\n\n")
+    parsed: list[dict[str, Any]] = []
+    for block in body[:-2].split("\n\n"):
+        name, data = block.split("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
     return parsed
 
 

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from typing import Any
 
 import pytest
-from http_harness import CHAT, COMPLETIONS, Server, wait_until
+from http_harness import CHAT, COMPLETIONS, RESPONSES, Server, open_request, wait_until
 
 from serve_app.ingress.disconnect import ClientGone, until_disconnect
-
-
-def open_request(server: Server, path: str, content: dict[str, Any], cut: int | None = None) -> socket.socket:
-    """Sends a request and leaves the answer unread. `cut`: only so many bytes of the body."""
-    host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps(content).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    connection = socket.create_connection((host, int(port)), timeout=20)
-    connection.sendall(head + body[:cut])
-    return connection
 
 
 def body(path: str, stream: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"stream": stream}
     if path == CHAT:
         return content | {"messages": [{"role": "user", "content": "Hi"}]}
+    if path == RESPONSES:
+        return content | {"input": "Hi"}
     return content | {"prompt": "Once"}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("moment", [0, 1, 3], ids=["before acceptance", "before the first token", "after two tokens"])
 def test_a_client_that_leaves_closes_its_turn(server: Server, path: str, stream: bool, moment: int) -> None:

@@ -1,0 +1,107 @@
+"""What every store of responses does, whatever process it lives in. A suite names its `store` fixture and inherits."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+from serve_app.responses.store import History, ResponseStore, StoredResponse
+
+
+def stored(previous: StoredResponse | None = None, owner: str = "o", text: str = "hi", **fields: str) -> StoredResponse:
+    """A new response with an id of its own."""
+    response_id = f"resp_{uuid.uuid4().hex}"
+    return StoredResponse(
+        id=response_id,
+        owner=owner,
+        previous=None if previous is None else previous.id,
+        session_id=response_id if previous is None else previous.session_id,
+        messages=(("user", text),),
+        answer=fields.get("answer", f"re: {text}"),
+        shown=fields.get("shown", f'"{response_id}"'),
+    )
+
+
+def held(store: ResponseStore, running: StoredResponse, cancelled: str = "{}") -> AsyncGenerator[bool, None]:
+    return cast(AsyncGenerator[bool, None], store.hold(running, cancelled))
+
+
+class ResponseStoreConformance:
+    async def test_what_was_put_can_be_got(self, store: ResponseStore) -> None:
+        response = stored(shown='{"text": "é 😀"}')
+        assert await store.get("o", response.id) is None
+        await store.put(response)
+        assert await store.get("o", response.id) == '{"text": "é 😀"}'
+
+    async def test_history_is_the_chain_from_its_root(self, store: ResponseStore) -> None:
+        first = stored(text="a")
+        second = stored(first, text="b")
+        third = stored(second, text="c")
+        for response in (first, second, third):
+            await store.put(response)
+        history = await store.history("o", third.id)
+        assert history is not None and history.session_id == first.id
+        assert [role for role, _ in history.messages] == ["user", "assistant"] * 3
+        assert [said for _, said in history.messages] == ["a", "re: a", "b", "re: b", "c", "re: c"]
+        assert await store.history("o", first.id) == History(first.id, (("user", "a"), ("assistant", "re: a")))
+
+    async def test_branches_share_what_is_before_them(self, store: ResponseStore) -> None:
+        root = stored(text="a")
+        left, right = stored(root, text="left"), stored(root, text="right")
+        for response in (root, left, right):
+            await store.put(response)
+        for branch, text in ((left, "left"), (right, "right")):
+            history = await store.history("o", branch.id)
+            assert history is not None
+            assert [said for _, said in history.messages] == ["a", "re: a", text, f"re: {text}"]
+
+    async def test_without_one_of_its_chain_a_response_has_no_history(self, store: ResponseStore) -> None:
+        first = stored()
+        second = stored(first)
+        third = stored(second)
+        for response in (first, second, third):
+            await store.put(response)
+        assert await store.delete("o", second.id)
+        assert not await store.delete("o", second.id)
+        assert await store.history("o", third.id) is None
+        assert await store.history("o", first.id) is not None
+        assert await store.get("o", third.id) is not None
+
+    async def test_another_owner_finds_nothing(self, store: ResponseStore) -> None:
+        response, running = stored(), stored()
+        await store.put(response)
+        async with aclosing(held(store, running)) as holding:
+            await anext(holding)
+            for found in (response.id, running.id):
+                assert await store.get("other", found) is None
+                assert await store.history("other", found) is None
+                assert not await store.delete("other", found)
+                assert await store.cancel("other", found) is None
+        assert await store.get("o", response.id) is not None
+
+    async def test_a_response_in_progress_is_known_while_it_is_held(self, store: ResponseStore) -> None:
+        running = stored(shown='{"status": "in_progress"}')
+        async with aclosing(held(store, running)) as holding:
+            assert await anext(holding) is False
+            assert await store.get("o", running.id) == running.shown
+            assert await store.history("o", running.id) is None
+        for _ in range(500):  # the end of a call reaches another process a little later
+            if await store.get("o", running.id) is None:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it is still known")
+
+    async def test_a_cancelled_response_tells_its_holder(self, store: ResponseStore) -> None:
+        running = stored()
+        async with aclosing(held(store, running, '{"status": "cancelled"}')) as holding:
+            await anext(holding)
+            assert await store.cancel("o", running.id) == '{"status": "cancelled"}'
+            assert await anext(holding) is True
+            assert await store.get("o", running.id) == '{"status": "cancelled"}'
+            assert await store.cancel("o", running.id) is None
+        final = stored()
+        await store.put(final)
+        assert await store.cancel("o", final.id) is None
