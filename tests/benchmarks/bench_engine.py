@@ -1,6 +1,6 @@
 """The engine alone, on a real model: decode and prefill throughput, TTFT, and the share of a step outside the decoder.
 
-    python -m tests.benchmarks.bench_engine --model PATH [--threads 2] [--dtype bfloat16] [--context 200] [--new 32]
+    python -m tests.benchmarks.bench_engine [--model PATH] [--threads 2] [--dtype bfloat16] [--context 200] [--new 32]
 
 Prints one table. Times are wall time on this machine; compare figures of one run only.
 """
@@ -22,6 +22,7 @@ from engine_actor.engine import Engine
 from engine_actor.events import EventFlags
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from serve_app.model_store import resolve_model
 
 MAX_EVENTS = 4096
 
@@ -84,7 +85,7 @@ def continuation(engine: Engine, vocab: int, history: int, new: int) -> tuple[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("--model", default="smollm2", help="a known name, a Hugging Face folder or a GGUF file")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--context", type=int, default=200)
@@ -92,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.perf_counter()
-    decoder = TorchDecoder.load(args.model, dtype=args.dtype)
+    decoder = TorchDecoder.load(resolve_model(args.model), dtype=args.dtype)
     loaded = time.perf_counter() - started
     blocks = 34 * blocks_for(args.context + args.new + 4, 16) + 160
     engine = Engine(decoder, EngineConfig(blocks, prefix_reuse=False, max_batch_size=32))

@@ -1,8 +1,9 @@
-"""A running server through HTTP: streamed tokens/s, TTFT and ITL at 1, 8 and 32 streams, and of a second turn.
+"""A server through HTTP: streamed tokens/s, TTFT and ITL at 1, 8 and 32 streams, and of a second turn.
 
     python -m tests.benchmarks.bench_http [--url http://127.0.0.1:8000] [--api-key KEY] [--new 64] [--streams 1,8,32]
 
-Prints one table. Only addresses of this machine are accepted.
+Without --url it starts one of its own (the demo model, one replica) and stops it in the end. Prints one table. Only
+addresses of this machine are accepted.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -107,16 +114,45 @@ async def measure(url: str, key: str | None, new: int, streams: list[int]) -> No
                 await client.delete(f"/v1/sessions/{name}")
 
 
+@contextmanager
+def own_server() -> Iterator[str]:
+    """`moorage serve` on a free port, ready; stopped as by Ctrl-C."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", "--port", str(port), "--kv-memory", "2GiB"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 180
+        while not _ready(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the server did not become ready")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--url", help="default: a server of its own")
     parser.add_argument("--api-key")
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--streams", default="1,8,32")
     args = parser.parse_args()
-    if urlsplit(args.url).hostname not in ("127.0.0.1", "localhost", "::1"):
+    if args.url and urlsplit(args.url).hostname not in ("127.0.0.1", "localhost", "::1"):
         parser.error("only a server on this machine is loaded")
-    asyncio.run(measure(args.url, args.api_key, args.new, [int(part) for part in args.streams.split(",")]))
+    with nullcontext(args.url) if args.url else own_server() as url:
+        asyncio.run(measure(url, args.api_key, args.new, [int(part) for part in args.streams.split(",")]))
 
 
 if __name__ == "__main__":
