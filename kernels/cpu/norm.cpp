@@ -23,7 +23,7 @@ extern "C" void moorage_rms_norm(const float* x, int64_t x_stride, const float* 
             vf a = load_part(in + whole, rest);
             squares = fma(a, a, squares);
         }
-        const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / n + eps));
+        const vf factor = splat(1.0f / sqrtf(sum_lanes(squares)[0] / n + eps));
         for (int64_t i = 0; i < whole; i += W) store(out + i, load(in + i) * factor * load(weight + i));
         if (rest) {
             vf scaled = load_part(in + whole, rest) * factor * load_part(weight + whole, rest);

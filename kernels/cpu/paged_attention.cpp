@@ -9,9 +9,11 @@
 // of its own row's keys and of p; who shares its tile, where its chunk began, the block size and
 // the placement of blocks have no part in it. Decode is the same code with one query.
 //
-// Tiling: a unit of work is (row, up to `queries` consecutive queries, kv head); units are dealt to threads one by one.
-// All query heads of the kv head are rows of the same two small matrix products per key tile, so keys and
-// values are read, and widened, once for all of them. Keys are transposed on the way in: score[j] then has a lane.
+// Tiling: a unit of work is (row, consecutive queries, kv heads); units are dealt to threads one by one. All query
+// heads of a kv head are rows of the same two small matrix products per key tile, so keys and values are read, and
+// widened, once for all of them. Keys are transposed on the way in: score[j] then has a lane. A unit with few queries
+// waits for memory, so it takes all kv heads of a tile, which lie side by side, unless threads would be left idle.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -26,7 +28,8 @@ constexpr int ROWS = 6, COLUMNS = 4;  // register tile of the products: rows x v
 #else
 constexpr int ROWS = 6, COLUMNS = 2;  // 12 of 16
 #endif
-constexpr int64_t UNIT_ROWS = 48;  // query heads x queries of a unit: activations and a key tile stay in L1 and L2
+constexpr int64_t UNIT_ROWS = 48;     // queries x query heads of one kv head: they and a key tile stay in L1 and L2
+constexpr int64_t TOGETHER_ROWS = 96;  // up to so many queries x query heads, a unit takes all kv heads
 
 // c[r][j] += sum over i of a[r][i] * b[i][j], i = 0, 1, ...; R rows, C vectors of columns.
 template <int R, int C>
@@ -78,9 +81,9 @@ inline void put_words(const bf16*, vf words, float* out) {
     store(out + KEYS, (vf)((vu)words & 0xffff0000u));
 }
 
-// out[d][j] = keys[j][d] for the KEYS rows; a null row reads as zeros. d is a multiple of 8, so rows are whole words.
+// out[i][j] = keys[j][offset + i], i < d; a null row reads as zeros. d is a multiple of 8, so rows are whole words.
 template <class Cache>
-void transpose_keys(const Cache* const keys[KEYS], int64_t d, float* out) {
+void transpose_keys(const Cache* const keys[KEYS], int64_t offset, int64_t d, float* out) {
     constexpr int64_t PER_WORD = 4 / sizeof(Cache);
     const int64_t words = d / PER_WORD;
     for (int64_t w = 0; w < words; w += W) {
@@ -88,12 +91,12 @@ void transpose_keys(const Cache* const keys[KEYS], int64_t d, float* out) {
         for (int j = 0; j < KEYS; j += W) {
             vf square[W];
             for (int i = 0; i < W; ++i) {
-                const float* row = reinterpret_cast<const float*>(keys[j + i]);
-                if (!row) {
+                if (!keys[j + i]) {
                     square[i] = vf{};
-                } else {
-                    square[i] = count == W ? load(row + w) : load_part(row + w, count);
+                    continue;
                 }
+                const float* row = reinterpret_cast<const float*>(keys[j + i] + offset) + w;
+                square[i] = count == W ? load(row) : load_part(row, count);
             }
             transpose(square);
             for (int64_t i = 0; i < count; ++i) put_words(keys[0], square[i], out + (w + i) * PER_WORD * KEYS + j);
@@ -101,46 +104,48 @@ void transpose_keys(const Cache* const keys[KEYS], int64_t d, float* out) {
     }
 }
 
-// out[j][0..padded) = values[j], widened; a null row reads as zeros.
+// out[j][i] = values[j][offset + i], widened, i < d; zeros up to `padded`. A null row reads as zeros.
 template <class Cache>
-void widen_values(const Cache* const values[KEYS], int64_t d, int64_t padded, float* out) {
+void widen_values(const Cache* const values[KEYS], int64_t offset, int64_t d, int64_t padded, float* out) {
     const int64_t whole = d / W * W;
     for (int j = 0; j < KEYS; ++j) {
         float* row = out + j * padded;
         for (int64_t i = 0; i < padded; i += W) {
             vf v = {};
-            if (values[j]) v = i < whole ? load(values[j] + i) : load_part(values[j] + i, d - whole);
+            if (values[j]) {
+                const Cache* from = values[j] + offset + i;
+                v = i < whole ? load(from) : load_part(from, d - whole);
+            }
             store(row + i, v);
         }
     }
 }
 
-// Scores of one row -> weights, in place; brings maximum, total and y to the new maximum.
-inline void softmax_step(float* scores, int64_t first_seen, int64_t end_seen, float& maximum, float& total, float* y,
+// Scores of one row -> weights, in place; brings maximum, total (both the same in all lanes) and y to the new maximum.
+inline void softmax_step(float* scores, int64_t first_seen, int64_t end_seen, vf& maximum, vf& total, float* y,
                          int64_t padded) {
     vi lanes;
     for (int i = 0; i < W; ++i) lanes[i] = i;
     vf row[VECTORS];
-    vf best = splat(-INFINITY);
+    vf best = maximum;
     for (int j = 0; j < VECTORS; ++j) {
         const vi key = lanes + j * W;
         const vi seen = (key >= splat_int(first_seen)) & (key < splat_int(end_seen));
         row[j] = seen ? load(scores + j * W) : splat(-INFINITY);
         best = larger(row[j], best);
     }
-    const float tile_maximum = max_lanes(best);
-    const float new_maximum = tile_maximum > maximum ? tile_maximum : maximum;
+    best = max_lanes(best);
     // A query that has seen nothing yet keeps -inf; 0 in its place makes all weights 0 and not NaN.
-    const vf anchor = splat(new_maximum == -INFINITY ? 0.0f : new_maximum);
+    const vf anchor = best == splat(-INFINITY) ? vf{} : best;
     vf sum = {};
     for (int j = 0; j < VECTORS; ++j) {
         const vf weights = exp_nonpositive(row[j] - anchor);
         store(scores + j * W, weights);
         sum = sum + weights;
     }
-    const vf rescale = exp_nonpositive(splat(maximum) - anchor);
-    total = fma(splat(total), rescale, splat(sum_lanes(sum)))[0];
-    maximum = new_maximum;
+    const vf rescale = exp_nonpositive(maximum - anchor);
+    total = fma(total, rescale, sum_lanes(sum));
+    maximum = best;
     for (int64_t i = 0; i < padded; i += W) store(y + i, load(y + i) * rescale);
 }
 
@@ -149,91 +154,117 @@ struct Shape {
     float scale;
 };
 
+// Working memory of a thread for units of up to `rows` queries x query heads.
 struct Scratch {
-    std::vector<float> q, keys, values, scores, y, maximum, total;
+    std::vector<float> q, keys, values, scores, y;
+    std::vector<vf> maximum, total;
 
     Scratch(int64_t rows, int64_t d, int64_t padded)
         : q(rows * d), keys(d * KEYS), values(KEYS * padded), scores(rows * KEYS), y(rows * padded), maximum(rows),
           total(rows) {}
 };
 
-// `count` consecutive queries of one row, the first at position `position`, for one kv head.
-template <class Cache>
-void attend(const float* q, int64_t q_stride, const Cache* key_cache, const Cache* value_cache, const int32_t* table,
-            float* out, int64_t position, int64_t count, int64_t kv_head, const Shape& shape, Scratch& s) {
-    const int64_t d = shape.head_size, padded = (d + W - 1) / W * W;
-    const int64_t group = shape.query_heads / shape.kv_heads, rows = count * group;
-    for (int64_t r = 0; r < rows; ++r) {  // row r is query r / group, head r % group of the group
-        const float* in = q + r / group * q_stride + (kv_head * group + r % group) * d;
-        for (int64_t i = 0; i < d; ++i) s.q[r * d + i] = in[i] * shape.scale;
-        for (int64_t i = 0; i < padded; ++i) s.y[r * padded + i] = 0.0f;
-        s.maximum[r] = -INFINITY;
-        s.total[r] = 0.0f;
-    }
+struct Unit {
+    int64_t row, first, count;  // first: packed index of the first query
+    int64_t kv_head, kv_heads;  // first of how many
+};
 
-    const int64_t end = position + count;  // keys [first, end) are seen by at least one query
-    const int64_t first = shape.window && position >= shape.window ? position - shape.window + 1 : 0;
-    for (int64_t base = first / KEYS * KEYS; base < end; base += KEYS) {
-        // Slots that none of the queries sees are not read: they can hold anything.
-        const Cache *keys[KEYS], *values[KEYS];
+// Where a tile's keys and values lie; null for a position that no query of the unit sees: it can hold anything.
+template <class Cache>
+struct Tile {
+    const Cache *keys[KEYS], *values[KEYS];
+
+    // Positions [base, base + KEYS) as far as they lie in [first, end); the unit's heads are asked for in advance.
+    void locate(const Cache* key_cache, const Cache* value_cache, const int32_t* table, int64_t base, int64_t first,
+                int64_t end, const Unit& unit, const Shape& shape) {
+        constexpr int64_t LINE = 64 / sizeof(Cache);
         for (int64_t j = 0; j < KEYS; ++j) {
             const int64_t key = base + j;
-            const bool known = key >= first && key < end;
-            int64_t element = 0;
-            if (known) {
-                const int64_t slot = table[key / shape.block_size] * shape.block_size + key % shape.block_size;
-                element = (slot * shape.kv_heads + kv_head) * d;
+            keys[j] = values[j] = nullptr;
+            if (key < first || key >= end) continue;
+            const int64_t slot = int64_t{table[key / shape.block_size]} * shape.block_size + key % shape.block_size;
+            const int64_t element = (slot * shape.kv_heads + unit.kv_head) * shape.head_size;
+            keys[j] = key_cache + element;
+            values[j] = value_cache + element;
+            for (int64_t i = 0; i < unit.kv_heads * shape.head_size; i += LINE) {
+                __builtin_prefetch(keys[j] + i);
+                __builtin_prefetch(values[j] + i);
             }
-            keys[j] = known ? key_cache + element : nullptr;
-            values[j] = known ? value_cache + element : nullptr;
         }
-        transpose_keys(keys, d, s.keys.data());
-        widen_values(values, d, padded, s.values.data());
+    }
+};
 
-        for (int64_t i = 0; i < rows * KEYS; ++i) s.scores[i] = 0.0f;
-        product(rows, s.q.data(), d, s.keys.data(), KEYS, s.scores.data(), KEYS, d, KEYS);
-        for (int64_t r = 0; r < rows; ++r) {
-            const int64_t own = position + r / group;
-            const int64_t first_seen = shape.window ? own - shape.window + 1 - base : 0;
-            softmax_step(&s.scores[r * KEYS], first_seen, own + 1 - base, s.maximum[r], s.total[r], &s.y[r * padded],
-                         padded);
-        }
-        product(rows, s.scores.data(), KEYS, s.values.data(), padded, s.y.data(), padded, KEYS, padded);
+// q and out point at the unit's first query, which sits at `position`; `table` is its row's.
+template <class Cache>
+void attend(const float* q, int64_t q_stride, const Cache* key_cache, const Cache* value_cache, const int32_t* table,
+            float* out, int64_t position, const Unit& unit, const Shape& shape, Scratch& s) {
+    const int64_t d = shape.head_size, padded = (d + W - 1) / W * W;
+    const int64_t group = shape.query_heads / shape.kv_heads;
+    // Row r of the scratch is query r % rows / group and head r / rows * group + r % group of the unit's heads.
+    const int64_t rows = unit.count * group, all_rows = rows * unit.kv_heads;
+    const auto head = [&](int64_t r) { return (unit.kv_head + r / rows) * group + r % group; };
+    for (int64_t r = 0; r < all_rows; ++r) {
+        const float* in = q + r % rows / group * q_stride + head(r) * d;
+        for (int64_t i = 0; i < d; ++i) s.q[r * d + i] = in[i] * shape.scale;
+        for (int64_t i = 0; i < padded; ++i) s.y[r * padded + i] = 0.0f;
+        s.maximum[r] = splat(-INFINITY);
+        s.total[r] = vf{};
     }
 
-    for (int64_t r = 0; r < rows; ++r) {
-        float* to = out + (r / group * shape.query_heads + kv_head * group + r % group) * d;
-        for (int64_t i = 0; i < d; ++i) to[i] = s.y[r * padded + i] / s.total[r];
+    const int64_t end = position + unit.count;  // keys [first, end) are seen by at least one query
+    const int64_t first = shape.window && position >= shape.window ? position - shape.window + 1 : 0;
+    Tile<Cache> tiles[2], *tile = tiles, *next = tiles + 1;
+    tile->locate(key_cache, value_cache, table, first / KEYS * KEYS, first, end, unit, shape);
+    for (int64_t base = first / KEYS * KEYS; base < end; base += KEYS) {
+        next->locate(key_cache, value_cache, table, base + KEYS, first, end, unit, shape);
+        for (int64_t h = 0; h < unit.kv_heads; ++h) {
+            transpose_keys(tile->keys, h * d, d, s.keys.data());
+            widen_values(tile->values, h * d, d, padded, s.values.data());
+            for (int64_t i = 0; i < rows * KEYS; ++i) s.scores[i] = 0.0f;
+            product(rows, &s.q[h * rows * d], d, s.keys.data(), KEYS, s.scores.data(), KEYS, d, KEYS);
+            for (int64_t i = 0; i < rows; ++i) {
+                const int64_t own = position + i / group, r = h * rows + i;
+                const int64_t first_seen = shape.window ? own - shape.window + 1 - base : 0;
+                softmax_step(&s.scores[i * KEYS], first_seen, own + 1 - base, s.maximum[r], s.total[r],
+                             &s.y[r * padded], padded);
+            }
+            product(rows, s.scores.data(), KEYS, s.values.data(), padded, &s.y[h * rows * padded], padded, KEYS,
+                    padded);
+        }
+        std::swap(tile, next);
+    }
+
+    for (int64_t r = 0; r < all_rows; ++r) {
+        float* to = out + (r % rows / group * shape.query_heads + head(r)) * d;
+        for (int64_t i = 0; i < d; ++i) to[i] = s.y[r * padded + i] / s.total[r][0];
     }
 }
-
-struct Unit {
-    int64_t row, first, count, kv_head;  // first: packed index of the first query
-};
 
 template <class Cache>
 void paged_attention(const float* q, int64_t q_stride, const Cache* keys, const Cache* values, const int32_t* table,
                      const int32_t* cumulative, const int32_t* past, float* out, int64_t rows, const Shape& shape,
                      int threads) {
-    const int64_t group = shape.query_heads / shape.kv_heads;
-    const int64_t queries = UNIT_ROWS / group > 0 ? UNIT_ROWS / group : 1;
+    const int64_t d = shape.head_size, group = shape.query_heads / shape.kv_heads;
+    const int64_t queries = std::max<int64_t>(1, UNIT_ROWS / group);
+    const bool together = threads == 1 || rows >= 2 * threads;
     std::vector<Unit> units;
     for (int64_t row = 0; row < rows; ++row)
-        for (int64_t first = cumulative[row]; first < cumulative[row + 1]; first += queries)
-            for (int64_t head = 0; head < shape.kv_heads; ++head) {
-                const int64_t left = cumulative[row + 1] - first;
-                units.push_back({row, first, left < queries ? left : queries, head});
-            }
-    const int64_t d = shape.head_size;
+        for (int64_t first = cumulative[row]; first < cumulative[row + 1]; first += queries) {
+            const int64_t count = std::min(queries, cumulative[row + 1] - first);
+            const int64_t heads = together && count * shape.query_heads <= TOGETHER_ROWS ? shape.kv_heads : 1;
+            for (int64_t head = 0; head < shape.kv_heads; head += heads)
+                units.push_back({row, first, count, head, heads});
+        }
+    const int64_t most_rows = std::max(queries * group, TOGETHER_ROWS);
 #pragma omp parallel num_threads(threads)
     {
-        Scratch scratch(queries * group, d, (d + W - 1) / W * W);
+        Scratch scratch(most_rows, d, (d + W - 1) / W * W);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < (int64_t)units.size(); ++i) {
             const Unit& unit = units[i];
             attend(q + unit.first * q_stride, q_stride, keys, values, table + unit.row * shape.columns,
-                   out + unit.first * shape.query_heads * d, past[unit.row] + unit.first - cumulative[unit.row],
-                   unit.count, unit.kv_head, shape, scratch);
+                   out + unit.first * shape.query_heads * d, past[unit.row] + unit.first - cumulative[unit.row], unit,
+                   shape, scratch);
         }
     }
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -92,21 +93,33 @@ static inline void store_part(T* p, vf v, int64_t n) {
 static inline vf larger(vf a, vf b) { return a > b ? a : b; }
 static inline vf absolute(vf a) { return (vf)((vu)a & 0x7fffffff); }
 
-// The lanes' sum as a balanced tree: lane i + lane i + W/2, then W/4, ...
-static inline float sum_lanes(vf v) {
-    float a[W];
-    store(a, v);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) a[i] = a[i] + a[i + half];
-    return a[0];
+// Lane i of the result is lane index[i] of a, or lane index[i] - W of b.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
+typedef std::make_integer_sequence<int, W> Lanes;
+
+template <int DISTANCE, int... I>
+static inline vf exchange(vf v, std::integer_sequence<int, I...>) {
+    return SHUFFLE(v, v, (I ^ DISTANCE)...);
 }
 
-static inline float max_lanes(vf v) {
-    float a[W];
-    store(a, v);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
-    return a[0];
+// Every lane gets the sum of all, as a balanced tree: lane i with lane i + W/2, then i + W/4, ...
+template <int DISTANCE = W / 2>
+static inline vf sum_lanes(vf v) {
+    v = v + exchange<DISTANCE>(v, Lanes{});
+    if constexpr (DISTANCE > 1) v = sum_lanes<DISTANCE / 2>(v);
+    return v;
+}
+
+template <int DISTANCE = W / 2>
+static inline vf max_lanes(vf v) {
+    v = larger(v, exchange<DISTANCE>(v, Lanes{}));
+    if constexpr (DISTANCE > 1) v = max_lanes<DISTANCE / 2>(v);
+    return v;
 }
 
 // exp(x) for x <= 0, within 2 ulp; exactly 1 at 0, 0 below -87 (where float would lose its normal range), NaN at NaN.
@@ -130,6 +143,12 @@ static inline vf exp_nonpositive(vf x) {
     return x == x ? result : x;
 }
 
+// a[0] b[0] a[1] b[1] ...: the lower half of the interleaved lanes with PART 0, the upper half with PART 1.
+template <int PART, int... I>
+static inline vf interleave(vf a, vf b, std::integer_sequence<int, I...>) {
+    return SHUFFLE(a, b, (PART * W / 2 + I / 2 + I % 2 * W)...);
+}
+
 // Reads the W x W words of `rows` as a matrix and transposes it in place.
 // One round interleaves the first and the second half of the matrix, which rotates the bits of an element's
 // index (row, column) by one; after log2(W) rounds row and column have changed places.
@@ -137,18 +156,8 @@ static inline void transpose(vf rows[W]) {
     for (int round = 1; round < W; round *= 2) {
         vf next[W];
         for (int i = 0; i < W / 2; ++i) {
-            vf a = rows[i], b = rows[i + W / 2];
-#if defined(__AVX512F__)
-            next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] =
-                __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif defined(__AVX2__)
-            next[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-            next[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-            next[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-            next[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-#endif
+            next[2 * i] = interleave<0>(rows[i], rows[i + W / 2], Lanes{});
+            next[2 * i + 1] = interleave<1>(rows[i], rows[i + W / 2], Lanes{});
         }
         for (int i = 0; i < W; ++i) rows[i] = next[i];
     }
