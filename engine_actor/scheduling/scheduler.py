@@ -91,7 +91,8 @@ class Scheduler:
                 record.passed_over += 1  # a running row that lacks blocks comes earlier, to get the next free one
 
     def _candidates(self) -> list[RequestRecord]:
-        candidates = [record for record in self._lifecycle.residents() if record.executable]
+        owners = map(self._lifecycle.records.__getitem__, self._lifecycle.cache.paged.residents())
+        candidates = [record for record in owners if record.executable]
         candidates.extend(self._lifecycle.queue.values())
         if any(record.turn_options.priority for record in candidates):
             candidates.sort(key=lambda record: record.turn_options.priority)
@@ -106,7 +107,7 @@ class Scheduler:
         for record in candidates:
             if record.passed_over >= most_passed or record.overtaken >= most_overtaken:
                 overdue.append(record)
-            elif record.is_prefill:
+            elif record.processed < record.prompt_boundary:
                 prefills.append(record)
             else:
                 decodes.append(record)
@@ -141,7 +142,7 @@ class Scheduler:
 
     def _want(self, record: RequestRecord, demand: RowDemand) -> int:
         """Tokens that a row could use in this step."""
-        if not record.is_prefill:
+        if record.processed >= record.prompt_boundary:
             return 1
         remaining = demand.whole - demand.committed
         return min(remaining, self._config.chunk_size) if self._config.chunk_size else remaining
@@ -157,8 +158,8 @@ class Scheduler:
         counts = share_budget(wants, self._config.max_scheduled_tokens)
         offset = 0
         for (record, demand), count in zip(selection.rows, counts, strict=True):
-            demand.target = demand.committed + count
-            samples = demand.target == demand.whole
-            plan.rows.append(PlannedRow(record, demand, count, offset, record.is_prefill, samples))
+            target = demand.target = demand.committed + count
+            prefill = record.processed < record.prompt_boundary
+            plan.rows.append(PlannedRow(record, demand, count, offset, prefill, target == demand.whole))
             offset += count
         plan.token_count = offset

@@ -193,6 +193,7 @@ def test_a_prompt_after_a_rewind_never_meets_the_prefix_of_the_old_one() -> None
     assert request.usage.cached_tokens == 8
 
 
+@pytest.mark.parity("F038")
 def test_a_row_without_numbers_fails_alone_and_can_be_asked_again() -> None:
     """F038 in this design: state that is gone is computed again from the history, never refused."""
     decoder = SyntheticDecoder()

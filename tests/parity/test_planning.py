@@ -331,6 +331,33 @@ def test_a_large_prompt_is_overtaken_for_ever_unless_bounds_are_on(bound: int | 
         assert large.processed_length == 9 and overtakes == bound
 
 
+@pytest.mark.parity("F125", "F107")
+@pytest.mark.parametrize("bound", [None, 2])
+def test_a_large_continuation_is_overtaken_for_ever_unless_bounds_are_on(bound: int | None) -> None:
+    """It owns a block already; what it waits for goes to newcomers."""
+    fairness = FairnessBounds.off() if bound is None else FairnessBounds(max_overtakes=bound)
+    room = room_of(blocks=4, batch=3, fairness=fairness)
+    room.decoder.choose = lambda sequence: 5
+    large = room.dormant([3] * 4)
+    small = room.add([4] * 3, max_generated_tokens=2)
+    room.step()
+    large.begin_turn([3] * 10)  # 15 positions: three more blocks
+    overtakes = 0
+    for _ in range(40):
+        if large.processed_length > 4:
+            break
+        following = room.add([4] * 3, max_generated_tokens=2)
+        room.step()
+        overtakes += following.status is not RequestStatus.ASSIGNED
+        if small.finish_reason is not None:
+            small.close()
+            small = following
+    if bound is None:
+        assert large.processed_length == 4 and overtakes > 10
+    else:
+        assert large.processed_length == 15 and overtakes == bound
+
+
 @pytest.mark.parity("F121")
 @pytest.mark.parametrize("bounded", [True, False])
 def test_a_long_prompt_beside_31_endless_decodes(bounded: bool) -> None:

@@ -272,6 +272,38 @@ def test_a_draft_step_is_narrowed_to_what_was_accepted(accepted: int, blocks: in
     assert table.committed == 12 + accepted
 
 
+@pytest.mark.parity("F352")
+def test_a_boundary_advances_by_what_was_kept_not_by_what_was_written() -> None:
+    cache = PagedCache(BlockPool(40, 1, "fifo"), 4)
+    advance(cache, demand(cache, X, 100))
+    reservation = cache.reserve([demand(cache, X, 104, whole=101)])
+    reservation.validate([102])
+    reservation.commit([102])
+    table = cache.table(X)
+    assert table is not None and table.committed == 102
+
+
+@pytest.mark.parity("F353")
+def test_rejected_rows_stay_written_and_invalid_until_they_are_overwritten() -> None:
+    cache = PagedCache(BlockPool(8, 1, "fifo"), 4)
+    memory = {}
+
+    def step(target: int, whole: int, kept: int, mark: str) -> None:
+        reservation = cache.reserve([demand(cache, X, target, whole=whole)])
+        table = reservation.rows[0].table
+        for position in range(table.committed, target):
+            memory[table.slot(position)] = f"{mark}{position}"
+        reservation.commit([kept])
+
+    step(9, 9, 9, "a")
+    step(12, 10, 10, "draft")
+    table = cache.table(X)
+    assert table is not None
+    assert memory[table.slot(10)] == "draft10" and table.committed == 10 and table.used_slots() == [4, 4, 2]
+    step(12, 12, 12, "b")
+    assert [memory[table.slot(p)] for p in (9, 10, 11)] == ["draft9", "b10", "b11"]
+
+
 @pytest.mark.parity("F147")
 def test_publishing_issues_nothing_and_grows_no_table() -> None:
     cache = genai(6)
