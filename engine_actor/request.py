@@ -21,6 +21,7 @@ from engine_actor.options import RequestOptions, TurnOptions
 
 if TYPE_CHECKING:
     from engine_actor.lifecycle import Lifecycle
+    from engine_actor.memory.prefix_index import PrefixMatch
 
 
 class RequestStatus(StrEnum):
@@ -134,7 +135,7 @@ class RequestRecord:
         self.overtaken = 0  # requests admitted past it while it waited for memory
         self.preemptions = 0  # of the current turn
         self.pending_events = 0
-        self.match_cache: tuple[int, int, tuple[int, ...]] | None = None
+        self.match_cache: tuple[int, int, PrefixMatch] | None = None  # index generation, length, shared prefix
         self.handle: weakref.ref[Request] | None = None
 
     @property

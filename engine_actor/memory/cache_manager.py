@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable, blocks_for
 from engine_actor.memory.paged_cache import PagedCache
-from engine_actor.memory.prefix_index import PrefixIndex
+from engine_actor.memory.prefix_index import NO_MATCH, PrefixIndex, PrefixMatch
 from engine_actor.memory.reservation import Reservation, RowDemand
 
 
@@ -51,9 +51,9 @@ class CacheManager:
     def table(self, request_id: int) -> BlockTable | None:
         return self.paged.table(request_id)
 
-    def match(self, salt: bytes, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Shared blocks that a new request of these tokens can adopt."""
-        return () if self.index is None else tuple(self.index.match(salt, tokens))
+    def match(self, salt: bytes, tokens: Sequence[int], known: PrefixMatch | None = None) -> PrefixMatch:
+        """Shared blocks that a new request of these tokens can adopt; `known` as in PrefixIndex.match."""
+        return NO_MATCH if self.index is None else self.index.match(salt, tokens, known)
 
     @property
     def longest(self) -> int:

@@ -39,6 +39,19 @@ class _Entry:
         return self.tokens == tokens and self.parent is parent and self.salt == salt
 
 
+class PrefixMatch:
+    """Shared blocks in order, and the entry of the last of them."""
+
+    __slots__ = ("blocks", "last")
+
+    def __init__(self, blocks: tuple[int, ...], last: _Entry | None) -> None:
+        self.blocks = blocks
+        self.last = last
+
+
+NO_MATCH = PrefixMatch((), None)
+
+
 class PrefixIndex:
     def __init__(self, pool: BlockPool, block_size: int, digest: Digest = chained_sha256) -> None:
         self._pool = pool
@@ -52,18 +65,24 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._by_block)
 
-    def match(self, salt: bytes, tokens: Sequence[int]) -> list[int]:
-        """Blocks of the longest indexed prefix of `tokens`, in order. At least one token is left to compute, since the
-        answer needs its logits. Changes nothing."""
+    def match(self, salt: bytes, tokens: Sequence[int], known: PrefixMatch | None = None) -> PrefixMatch:
+        """The longest indexed prefix of `tokens`. At least one token is left to compute, since the answer needs its
+        logits. Changes nothing.
+
+        `known` is an earlier answer for the same salt and tokens. As long as its last entry is still indexed, so are
+        all above it, and only what lies behind is looked up: a prompt that waits is not hashed anew in every step.
+        """
         blocks: list[int] = []
-        parent: _Entry | None = None
-        for start in range(0, len(tokens) - self._block_size, self._block_size):
-            entry = self._find(salt, parent, self._packed(tokens, start))
+        last: _Entry | None = None
+        if known is not None and known.last is not None and self._by_block.get(known.last.block) is known.last:
+            blocks, last = list(known.blocks), known.last
+        for start in range(len(blocks) * self._block_size, len(tokens) - self._block_size, self._block_size):
+            entry = self._find(salt, last, self._packed(tokens, start))
             if entry is None:
                 break
             blocks.append(entry.block)
-            parent = entry
-        return blocks
+            last = entry
+        return PrefixMatch(tuple(blocks), last)
 
     def insert(self, salt: bytes, tokens: Sequence[int], blocks: Sequence[int], first: int) -> None:
         """Indexes the full blocks first, first + 1, ... of a sequence; `blocks` is its table up to the last full one.

@@ -90,12 +90,12 @@ class Admission:
 
     def _match(self, record: RequestRecord) -> tuple[int, ...]:
         """The shared prefix, looked up again only when the index or the sequence has changed."""
-        index = self._cache.index
+        index, history = self._cache.index, record.history
         if index is None:
             return ()
         cached = record.match_cache
-        if cached is None or cached[:2] != (index.generation, record.history.length):
-            tokens = record.history.ids[: record.history.length]
-            cached = (index.generation, record.history.length, self._cache.match(record.options.salt, tokens))
+        if cached is None or cached[0] != index.generation or cached[1] != history.length:
+            known = cached[2] if cached is not None and cached[1] == history.length else None
+            cached = (index.generation, history.length, self._cache.match(record.options.salt, history.ids, known))
             record.match_cache = cached
-        return cached[2]
+        return cached[2].blocks

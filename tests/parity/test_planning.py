@@ -331,6 +331,28 @@ def test_a_large_prompt_is_overtaken_for_ever_unless_bounds_are_on(bound: int | 
         assert large.processed_length == 9 and overtakes == bound
 
 
+@pytest.mark.parity("F125")
+def test_one_step_admits_no_more_past_a_blocked_prompt_than_it_has_left() -> None:
+    room = room_of(blocks=4, batch=8, fairness=FairnessBounds(max_overtakes=2))
+    room.dormant([5])
+    blocked = room.add([3] * 13)
+    small = [room.add([4]) for _ in range(3)]
+    assert selected(room) == [r.id for r in small[:2]]
+    assert deferrals(room) == {blocked.id: BLOCKS, small[2].id: DeferralReason.TURN}
+
+
+def test_a_preempted_request_returns_only_where_the_running_ones_can_grow_beside_it() -> None:
+    room = room_of(blocks=6, batch=8)
+    room.resident([5])
+    room.resident([7])
+    preempted = room.add([3] * 16)  # four blocks, and four are free
+    assert selected(room)[-1] == preempted.id
+    for times, missing in ((1, 2), (2, 4)):
+        preempted._record.preemptions = times
+        (deferral,) = room.plan().deferrals
+        assert (deferral.request_id, deferral.reason, deferral.missing_blocks) == (preempted.id, BLOCKS, missing)
+
+
 @pytest.mark.parity("F125", "F107")
 @pytest.mark.parametrize("bound", [None, 2])
 def test_a_large_continuation_is_overtaken_for_ever_unless_bounds_are_on(bound: int | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
-from engine_actor.memory.prefix_index import PrefixIndex
+from engine_actor.memory.prefix_index import PrefixIndex, chained_sha256
 from tests.support.doubles import solo
 from tests.support.engine_room import FIFO, Room
 
@@ -29,10 +29,17 @@ def put(index: Index, tokens: list[int], salt: bytes = b"") -> list[int]:
     return blocks
 
 
+def found(index: Index, salt: bytes, tokens: list[int]) -> list[int]:
+    return list(index[0].match(salt, tokens).blocks)
+
+
 def test_px01_the_longest_indexed_prefix_is_adopted() -> None:
     index = index_of()
     blocks = put(index, EIGHT)
-    match = index[0].match
+
+    def match(salt: bytes, tokens: list[int]) -> list[int]:
+        return found(index, salt, tokens)
+
     assert match(b"", [*EIGHT, 9]) == blocks
     assert match(b"", [1, 2, 3, 4, 50, 6, 7, 8, 9]) == blocks[:1]
     assert match(b"", [5, 6, 7, 8, 9]) == []
@@ -41,10 +48,10 @@ def test_px01_the_longest_indexed_prefix_is_adopted() -> None:
 def test_px02_the_last_token_is_always_computed() -> None:
     index = index_of()
     blocks = put(index, [1, 2, 3, 4])
-    assert index[0].match(b"", [1, 2, 3, 4]) == []
-    assert index[0].match(b"", [1, 2, 3, 4, 5]) == blocks
+    assert found(index, b"", [1, 2, 3, 4]) == []
+    assert found(index, b"", [1, 2, 3, 4, 5]) == blocks
     blocks = [*blocks, *put(index, EIGHT)[1:]]
-    assert index[0].match(b"", EIGHT) == blocks[:1]
+    assert found(index, b"", EIGHT) == blocks[:1]
 
 
 def test_px03_an_equal_hash_is_not_a_match() -> None:
@@ -52,8 +59,8 @@ def test_px03_an_equal_hash_is_not_a_match() -> None:
     original = put(index, [1, 2, 3, 4])
     put(index, [5, 6, 7, 8])  # collides: not indexed
     assert len(index[0]) == 1 and index[0].collisions == 1
-    assert index[0].match(b"", [5, 6, 7, 8, 9]) == [] and index[0].collisions == 2
-    assert index[0].match(b"", [1, 2, 3, 4, 9]) == original
+    assert found(index, b"", [5, 6, 7, 8, 9]) == [] and index[0].collisions == 2
+    assert found(index, b"", [1, 2, 3, 4, 9]) == original
 
 
 def test_px04_a_tail_does_not_outlive_its_head() -> None:
@@ -69,9 +76,19 @@ def test_px04_a_tail_does_not_outlive_its_head() -> None:
     index.make_room(pool.free_count + 1)
     assert len(index) == 0 and not pool.is_indexed(old[1])
     (impostor,) = put((index, pool), [9, 9, 9, 9])
-    assert index.match(b"", [9, 9, 9, 9, 5, 6, 7, 8, 1]) == [impostor]
+    assert found((index, pool), b"", [9, 9, 9, 9, 5, 6, 7, 8, 1]) == [impostor]
     pool.free([old[1]])  # as any owned block
     assert sorted(pool.free_ids()) == sorted({*range(1, 9)} - {impostor})
+
+
+def test_px04_equal_tails_of_different_heads_are_told_apart_by_lineage_not_by_hash() -> None:
+    pool = BlockPool(9)
+    index = PrefixIndex(pool, 4, lambda parent, tokens: tokens)  # blind to the head
+    first = put((index, pool), EIGHT)
+    second = put((index, pool), [9, 9, 9, 9, 5, 6, 7, 8])  # its tail collides with the first one's
+    assert index.collisions == 1 and not pool.is_indexed(second[1])
+    assert found((index, pool), b"", [9, 9, 9, 9, 5, 6, 7, 8, 1]) == second[:1]
+    assert found((index, pool), b"", [*EIGHT, 1]) == first
 
 
 def test_px05_tails_are_evicted_first() -> None:
@@ -80,7 +97,7 @@ def test_px05_tails_are_evicted_first() -> None:
     pool.free(blocks[::-1])  # as a table is released
     assert (pool.free_count, pool.idle_count) == (0, 2)
     index.make_room(1)
-    assert pool.free_ids() == [blocks[1]] and index.match(b"", [*EIGHT, 9]) == blocks[:1]
+    assert pool.free_ids() == [blocks[1]] and found((index, pool), b"", [*EIGHT, 9]) == blocks[:1]
     index.check_integrity()
 
 
@@ -95,7 +112,7 @@ def test_px06_no_more_owners_can_be_dropped_than_there_are() -> None:
     pool.free([block])
     with pytest.raises(ContractViolation, match="no owner to drop"):
         pool.free([block])  # the index's hold is not the caller's to drop
-    assert pool.is_idle(block) and index.match(b"", [*EIGHT[:4], 9]) == [block]
+    assert pool.is_idle(block) and found((index, pool), b"", [*EIGHT[:4], 9]) == [block]
 
 
 def test_the_least_recently_wanted_chain_is_evicted_first() -> None:
@@ -103,23 +120,23 @@ def test_the_least_recently_wanted_chain_is_evicted_first() -> None:
     first, second = put((index, pool), [1] * 8), put((index, pool), [2] * 8)
     pool.free(first[::-1])
     pool.free(second[::-1])
-    for block in index.match(b"", [1] * 9):  # the first chain is adopted and released again
+    for block in found((index, pool), b"", [1] * 9):  # the first chain is adopted and released again
         pool.pin(block)
     pool.free(first[::-1])
     index.make_room(2)
-    assert index.match(b"", [1] * 9) == first and index.match(b"", [2] * 9) == []
+    assert found((index, pool), b"", [1] * 9) == first and found((index, pool), b"", [2] * 9) == []
     assert pool.free_ids() == second[::-1]
 
 
 def test_tenants_never_share() -> None:
     index = index_of()
     mine = put(index, EIGHT, b"mine")
-    assert index[0].match(b"yours", [*EIGHT, 9]) == [] and index[0].match(b"", [*EIGHT, 9]) == []
+    assert found(index, b"yours", [*EIGHT, 9]) == [] and found(index, b"", [*EIGHT, 9]) == []
     yours = put(index, EIGHT, b"yours")
-    assert index[0].match(b"mine", [*EIGHT, 9]) == mine and index[0].match(b"yours", [*EIGHT, 9]) == yours
+    assert found(index, b"mine", [*EIGHT, 9]) == mine and found(index, b"yours", [*EIGHT, 9]) == yours
     # A salt that equals the digest of another chain's head does not open that chain.
     head = index[0]._by_block[mine[0]].digest
-    assert index[0].match(head, [5, 6, 7, 8, 9]) == []
+    assert found(index, head, [5, 6, 7, 8, 9]) == []
 
 
 def test_a_duplicate_stays_private_and_its_continuation_is_indexed_under_the_first() -> None:
@@ -127,7 +144,30 @@ def test_a_duplicate_stays_private_and_its_continuation_is_indexed_under_the_fir
     first = put(index, [1, 2, 3, 4])
     second = put(index, EIGHT)
     assert not index[1].is_indexed(second[0]) and index[1].is_indexed(second[1])
-    assert index[0].match(b"", [*EIGHT, 9]) == [first[0], second[1]]
+    assert found(index, b"", [*EIGHT, 9]) == [first[0], second[1]]
+
+
+def test_an_earlier_answer_is_extended_and_is_not_trusted_when_its_chain_is_gone() -> None:
+    hashed = []
+
+    def digest(parent: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return chained_sha256(parent, tokens)
+
+    pool = BlockPool(5)
+    index = PrefixIndex(pool, 4, digest)
+    tokens = [*EIGHT, *EIGHT, 9]
+    first = put((index, pool), EIGHT)
+    known = index.match(b"", tokens)
+    hashed.clear()
+    assert index.match(b"", tokens, known).blocks == tuple(first) and len(hashed) == 1
+    pool.free(first[::-1])
+    index.make_room(4)  # the chain is gone, and its blocks get other content
+    other = put((index, pool), [7] * 8)
+    assert set(other) <= set(first) | {3, 4}
+    assert index.match(b"", tokens, known).blocks == ()
+    again = put((index, pool), EIGHT)
+    assert index.match(b"", tokens, known).blocks == tuple(again)
 
 
 # -- through the engine -----------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
     def draw_demand(self, data: st.DataObject, request: int) -> RowDemand:
         tokens, whole = self.tokens[request], len(self.tokens[request])
         new = request not in self.valid
-        adopted = self.cache.match(self.salt(request), tokens) if new else ()
+        adopted = self.cache.match(self.salt(request), tokens).blocks if new else ()
         committed = len(adopted) * self.size if new else self.valid[request]
         target = data.draw(st.integers(committed, max(committed, whole)))
         return RowDemand(request, new, committed, target, whole, adopted)

@@ -96,7 +96,7 @@ def s0_plan(room: Room) -> list[int]:
         table = cache.table(record.id)
         whole = record.history.length
         if table is None:
-            adopted = cache.match(record.options.salt, record.history.ids)
+            adopted = cache.match(record.options.salt, record.history.ids).blocks
             cost = math.ceil(whole / 4) - sum(not room.pool.is_idle(block) for block in adopted)
             cost += record.preemptions * len(residents)
         else:
