@@ -14,29 +14,31 @@ from serve_app.openai.services import Services
 def sessions_router(services: Services) -> APIRouter:
     router = APIRouter()
 
-    def owner(request: Request) -> str:
-        """A session whose turns carry a salt is found with the same one, as `?cache_salt=`."""
-        return engine_owner(record_of(request.scope).owner, request.query_params.get("cache_salt"))
+    # A session whose turns carry a salt is found with the same one.
+    def owner(request: Request, cache_salt: str | None) -> str:
+        return engine_owner(record_of(request.scope).owner, cache_salt)
 
     @router.get("/v1/sessions")
-    async def sessions(request: Request) -> dict[str, object]:
-        found = await services.client.sessions(owner(request))
+    async def sessions(request: Request, cache_salt: str | None = None) -> dict[str, object]:
+        found = await services.client.sessions(owner(request, cache_salt))
         return {"object": "list", "data": [_shown(info) for info in found]}
 
     # A session's id may hold slashes.
     @router.get("/v1/sessions/{session_id:path}")
-    async def session(request: Request, session_id: str) -> dict[str, object]:
+    async def session(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
         checked = checked_session_id(session_id, "session_id", services.settings)
-        found = [info for info in await services.client.sessions(owner(request)) if info.session_id == checked]
+        found = [
+            info for info in await services.client.sessions(owner(request, cache_salt)) if info.session_id == checked
+        ]
         if not found:
             raise _not_found()
         # After it has moved, what it left behind may stay for a while where it was.
         return _shown(min(found, key=lambda info: info.idle_seconds))
 
     @router.delete("/v1/sessions/{session_id:path}")
-    async def delete(request: Request, session_id: str) -> dict[str, object]:
+    async def delete(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
         checked = checked_session_id(session_id, "session_id", services.settings)
-        if not await services.client.close_session(owner(request), checked):
+        if not await services.client.close_session(owner(request, cache_salt), checked):
             raise _not_found()
         return {"id": checked, "object": "session.deleted", "deleted": True}
 

@@ -27,7 +27,10 @@ class _Running:
 
 
 class MemoryResponseStore:
-    """Implements `ResponseStore`. Conversations stand in order of last use, oldest first. `bytes`: what is kept, about."""
+    """Implements `ResponseStore`. Conversations stand in order of last use, oldest first.
+
+    bytes   size of all that is kept, about
+    """
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits

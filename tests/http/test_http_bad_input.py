@@ -130,7 +130,8 @@ RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
     ("parallel_tool_calls", False), ("max_tool_calls", 3), ("reasoning", {"effort": "high"}), ("reasoning", "high"),
     ("text", {"format": {"type": "json_object"}}), ("text", {"format": {"type": "json_schema", "name": "x"}}),
     ("text", {"verbosity": "low"}), ("text", 5), ("background", True), ("background", "yes"),
-    ("conversation", "conv_1"), ("conversation", {"id": "conv_1"}), ("include", ["message.output_text.logprobs"]), ("truncation", "auto"),
+    ("conversation", "conv_1"), ("conversation", {"id": "conv_1"}), ("include", ["message.output_text.logprobs"]),
+    ("truncation", "auto"),
     ("prompt", {"id": "pmpt_1"}), ("top_logprobs", 3), ("top_logprobs", 10**9), ("n", 2),
     ("stream_options", {"include_obfuscation": True}), ("stream_options", {"include_usage": True}),
     ("context_management", [{"type": "compaction"}]), ("moderation", {}), ("chat_template", "{{ 1 }}"),
@@ -140,9 +141,11 @@ RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
 
 RESPONSES_DEFAULTS: list[tuple[str, Any]] = [
     ("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("parallel_tool_calls", True),
-    ("background", False), ("reasoning", {}), ("reasoning", {"effort": None}), ("text", {"format": {"type": "text"}}), ("text", {}),
+    ("background", False), ("reasoning", {}), ("reasoning", {"effort": None}),
+    ("text", {"format": {"type": "text"}}), ("text", {}),
     ("include", []), ("truncation", "disabled"), ("top_logprobs", 0),
-    ("stream_options", {"include_obfuscation": False}), ("metadata", {}), ("metadata", None), ("store", None), ("instructions", None), ("previous_response_id", None),
+    ("stream_options", {"include_obfuscation": False}), ("metadata", {}), ("metadata", None),
+    ("store", None), ("instructions", None), ("previous_response_id", None),
     ("service_tier", "auto"), ("prompt_cache_key", "x"), ("safety_identifier", "x"), ("conversation", None),
     ("instructions", ""), ("input", ""), ("stop", None),
 ]  # fmt: skip
