@@ -110,14 +110,13 @@ void widen_values(const Cache* const values[KEYS], int64_t offset, int64_t d, in
     const int64_t whole = d / W * W;
     for (int j = 0; j < KEYS; ++j) {
         float* row = out + j * padded;
-        for (int64_t i = 0; i < padded; i += W) {
-            vf v = {};
-            if (values[j]) {
-                const Cache* from = values[j] + offset + i;
-                v = i < whole ? load(from) : load_part(from, d - whole);
-            }
-            store(row + i, v);
+        if (!values[j]) {
+            for (int64_t i = 0; i < padded; i += W) store(row + i, vf{});
+            continue;
         }
+        const Cache* from = values[j] + offset;
+        for (int64_t i = 0; i < whole; i += W) store(row + i, load(from + i));
+        if (whole < d) store(row + whole, load_part(from + whole, d - whole));
     }
 }
 
@@ -178,11 +177,15 @@ struct Tile {
     void locate(const Cache* key_cache, const Cache* value_cache, const int32_t* table, int64_t base, int64_t first,
                 int64_t end, const Unit& unit, const Shape& shape) {
         constexpr int64_t LINE = 64 / sizeof(Cache);
-        for (int64_t j = 0; j < KEYS; ++j) {
-            const int64_t key = base + j;
+        int64_t column = base / shape.block_size, place = base % shape.block_size;  // of the position base + j
+        for (int64_t j = 0; j < KEYS; ++j, ++place) {
+            if (place == shape.block_size) {
+                place = 0;
+                ++column;
+            }
             keys[j] = values[j] = nullptr;
-            if (key < first || key >= end) continue;
-            const int64_t slot = int64_t{table[key / shape.block_size]} * shape.block_size + key % shape.block_size;
+            if (base + j < first || base + j >= end) continue;
+            const int64_t slot = int64_t{table[column]} * shape.block_size + place;
             const int64_t element = (slot * shape.kv_heads + unit.kv_head) * shape.head_size;
             keys[j] = key_cache + element;
             values[j] = value_cache + element;
