@@ -1,0 +1,84 @@
+"""The store of responses behind its handle: the same as in one process, and one for every ingress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from ray import serve
+from scripted import Deploy, ScriptedEngine
+
+from serve_app.app import RESPONSES
+from serve_app.handle_response_store import HandleResponseStore
+from serve_app.ingress.errors import ApiError
+from serve_app.local_ray import APPLICATION
+from tests.support.response_store import ResponseStoreConformance
+
+KEY = "key-of-team-a"
+
+
+@pytest.fixture(scope="module")
+def application(deploy: Deploy) -> None:
+    deploy(ScriptedEngine, api_keys=(KEY,), ingress_replicas=2, graceful_shutdown_timeout_seconds=2.0)
+
+
+@pytest.fixture
+def store(application: None) -> HandleResponseStore:
+    return HandleResponseStore(serve.get_deployment_handle(RESPONSES, APPLICATION), timeout=20.0)
+
+
+@pytest.fixture
+async def http(base_url: str, application: None) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as session:
+        yield session
+
+
+class TestHandleStore(ResponseStoreConformance):
+    pass
+
+
+async def test_a_chain_is_known_to_every_ingress(http: httpx.AsyncClient) -> None:
+    previous, homes = None, set()
+    for turn in range(6):
+        body = {"input": f"turn {turn}", "previous_response_id": previous, "max_output_tokens": 2}
+        answer = await http.post("/v1/responses", json=body, headers={"connection": "close"})
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+        homes.add(answer.headers["x-moorage-replica"])
+    assert len(homes) == 1
+    kept = [await http.get(f"/v1/responses/{previous}", headers={"connection": "close"}) for _ in range(6)]
+    assert {answer.status_code for answer in kept} == {200}
+    assert (await http.delete(f"/v1/responses/{previous}")).status_code == 200
+    assert (await http.get(f"/v1/responses/{previous}")).status_code == 404
+
+
+async def test_a_response_is_cancelled_from_another_connection(http: httpx.AsyncClient) -> None:
+    body = {"input": "a", "stream": True}
+    async with http.stream("POST", "/v1/responses", json=body, headers={"x-request-id": "slow-1"}) as answer:
+        lines = answer.aiter_lines()
+        data = [line async for line in _until(lines, "response.output_text.delta")]
+        response_id = next(line for line in data if '"resp_' in line).split('"id":"')[1].split('"')[0]
+        cancelled = await http.post(f"/v1/responses/{response_id}/cancel", headers={"connection": "close"})
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+        async with asyncio.timeout(30):
+            rest = [line async for line in lines]
+    assert "event: response.incomplete" in rest
+    assert (await http.get(f"/v1/responses/{response_id}")).json()["output"][0]["content"][0]["text"]
+
+
+async def _until(lines: AsyncIterator[str], event: str) -> AsyncIterator[str]:
+    async for line in lines:
+        yield line
+        if line == f"event: {event}":
+            return
+
+
+async def test_a_store_that_is_gone_is_a_503(store: HandleResponseStore) -> None:
+    """Comes last in this module: it ends the application."""
+    await asyncio.to_thread(serve.delete, APPLICATION)
+    with pytest.raises(ApiError) as gone:
+        await HandleResponseStore(store._handle, timeout=0.5).get("o", "resp_1")
+    assert gone.value.status == 503
+    assert gone.value.headers["Retry-After"] == "1"
