@@ -9,9 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from dataclasses import dataclass
 
+from serve_app.local_ports import is_loopback
+
 APPLICATION = "moorage"
+_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
     from ray import serve  # noqa: F401  # sets up its logger when it is imported
 
     logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
+    if address is not None:
+        _require_answer(address)
     ray.init(
         address=address or "local",
         namespace=APPLICATION,
@@ -86,3 +92,18 @@ def disconnect() -> None:
     import ray
 
     ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself tries for many minutes. Raises ConnectionError if nothing listens there."""
+    import ray
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():  # "auto" is found by Ray, or not at all
+        return
+    if is_loopback(host):  # as Ray does: a cluster knows its nodes by addresses that others can reach
+        host = ray.util.get_node_ip_address()
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"no Ray answers at {host}:{port}: {error}") from None
