@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,10 +30,13 @@ from tests.support.doubles import MixingDecoder, mixing_logits
 
 VOCAB, EOS, CONTEXT = 12, 1, 40
 RUNS_TO_FINISH = 3000
+MANY = 8  # requests at a time
+SHARED = [2, 3, 2, 2, 3, 3, 2, 3, 2, 2, 3, 2]  # beginnings that prompts have in common
+BUSY = {"run": 50, "begin": 20, "create": 10, "fork": 6, "cancel": 4, "rewind": 4, "close": 2, "drop": 2, "fail": 4}
 
 PROFILES = {
-    "ci": settings(max_examples=200, stateful_step_count=40, deadline=None),
-    "thorough": settings(max_examples=10_000, stateful_step_count=40, deadline=None),
+    "ci": settings(max_examples=150, stateful_step_count=12, deadline=None),
+    "thorough": settings(max_examples=10_000, stateful_step_count=12, deadline=None),
 }
 PROFILE = PROFILES.get(os.environ.get("HYPOTHESIS_PROFILE", "ci"), PROFILES["ci"])
 
@@ -40,7 +44,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=99)
 prompts = st.lists(st.sampled_from([2, 3]), min_size=1, max_size=11)
 configs = st.fixed_dictionaries(
     {
-        "num_blocks": st.integers(4, 12),
+        "num_blocks": st.integers(4, 16),
         "block_size": st.integers(2, 4),
         "max_residents": st.integers(2, 6),
         "max_batch_size": st.integers(1, 6),
@@ -119,11 +123,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.known) < 8)
+    @precondition(lambda self: len(self.known) < MANY)
     @rule(salt=st.sampled_from([b"", b"other"]), session=st.sampled_from([0, 0, 14]))
     def create(self, salt: bytes, session: int) -> None:
-        handle = self.engine.create_request(RequestOptions(session, salt))
-        self.known[handle.id] = Expected(handle, limit=session or CONTEXT)
+        self._create(salt, session)
 
     @precondition(lambda self: self.known)
     @rule(
@@ -137,7 +140,82 @@ class EngineMachine(RuleBasedStateMachine):
     def begin(
         self, data: st.DataObject, prompt: list[int], limit: int, sampled: bool, stops: bool, priority: int
     ) -> None:
-        expected = self._pick(data)
+        self._begin(self._pick(data), prompt, limit, sampled, stops, priority)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), stale=st.booleans())
+    def cancel(self, data: st.DataObject, stale: bool) -> None:
+        self._cancel(self._pick(data), stale)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def rewind(self, data: st.DataObject, share: float) -> None:
+        self._rewind(self._pick(data), share)
+
+    @precondition(lambda self: self.known and len(self.known) < MANY)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self._fork(self._pick(data))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self._close(self._pick(data))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), again=st.booleans())
+    def drop_handle(self, data: st.DataObject, again: bool) -> None:
+        self._drop(data.draw(st.sampled_from(sorted(self.known))), again)
+
+    @rule(late=st.booleans(), memory=st.booleans())
+    def fail_once(self, late: bool, memory: bool) -> None:
+        self._fail_once(late, memory)
+
+    @rule(capacity=st.integers(1, 9), times=st.integers(1, 6))
+    def run(self, capacity: int, times: int) -> None:
+        for _ in range(times):
+            self._run(capacity)
+
+    @rule(seed=st.integers(0, 2**32), calls=st.integers(20, 80))
+    def work(self, seed: int, calls: int) -> None:
+        """A busy stretch of the same calls, most of them runs; prompts are long and share their beginnings."""
+        rng = random.Random(seed)
+        for _ in range(calls):
+            call = rng.choices(list(BUSY), list(BUSY.values()))[0]
+            any_known = rng.choice(list(self.known.values())) if self.known else None
+            if call == "run":
+                self._run(rng.choice([1, 3, 9]))
+            elif call == "fail":
+                self._fail_once(rng.random() < 0.5, rng.random() < 0.5)
+            elif call == "create" or any_known is None:
+                if len(self.known) < MANY:
+                    self._create(rng.choice([b"", b"", b"other"]), rng.choice([0, 0, 0, 14]))
+            elif call == "begin":
+                prompt = SHARED[: rng.randint(0, len(SHARED))] + rng.choices([2, 3, 4], k=rng.randint(1, 4))
+                limit = rng.choice([0, 1, 3, 9, 20])
+                self._begin(any_known, prompt, limit, rng.random() < 0.4, rng.random() < 0.2, rng.choice([0, 0, 0, 1]))
+            elif call == "cancel":
+                self._cancel(any_known, rng.random() < 0.2)
+            elif call == "rewind":
+                self._rewind(any_known, rng.random())
+            elif call == "fork":
+                if len(self.known) < MANY:
+                    self._fork(any_known)
+            elif call == "close":
+                self._close(any_known)
+            else:
+                request_id = any_known.handle.id
+                del any_known
+                self._drop(request_id, rng.random() < 0.5)
+            self.parts_agree()
+
+    def _create(self, salt: bytes, session: int) -> None:
+        handle = self.engine.create_request(RequestOptions(session, salt))
+        self.known[handle.id] = Expected(handle, limit=session or CONTEXT)
+
+    def _begin(
+        self, expected: Expected, prompt: list[int], limit: int, sampled: bool, stops: bool, priority: int
+    ) -> None:
         options = TurnOptions(
             max_generated_tokens=limit,
             sampling=SAMPLED if sampled else SamplingParams(),
@@ -158,10 +236,7 @@ class EngineMachine(RuleBasedStateMachine):
             expected.options, expected.prompt, expected.generated = options, len(prompt), 0
             expected.tokens += prompt
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), stale=st.booleans())
-    def cancel(self, data: st.DataObject, stale: bool) -> None:
-        expected = self._pick(data)
+    def _cancel(self, expected: Expected, stale: bool) -> None:
         running = expected.handle.status in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE)
         if expected.handle.status is RequestStatus.UNASSIGNED:
             with pytest.raises(InvalidCall):
@@ -172,10 +247,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert expected.handle.cancel_turn(expected.turn)
             expected.cancelled = True
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), share=st.floats(0, 1))
-    def rewind(self, data: st.DataObject, share: float) -> None:
-        expected = self._pick(data)
+    def _rewind(self, expected: Expected, share: float) -> None:
         length = int(share * len(expected.tokens))
         if expected.open_turn or expected.handle.status is RequestStatus.UNASSIGNED:
             with pytest.raises(InvalidCall):
@@ -185,10 +257,7 @@ class EngineMachine(RuleBasedStateMachine):
             del expected.tokens[length:]
             assert expected.handle.tokens == expected.tokens
 
-    @precondition(lambda self: self.known and len(self.known) < 8)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        expected = self._pick(data)
+    def _fork(self, expected: Expected) -> None:
         try:
             child = expected.handle.fork()
         except InvalidCall:
@@ -197,19 +266,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert child.tokens == expected.handle.tokens
         self.known[child.id] = Expected(child, child.tokens, expected.limit)
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        expected = self._pick(data)
+    def _close(self, expected: Expected) -> None:
         del self.known[expected.handle.id]
         expected.handle.close()
         expected.handle.close()
         assert expected.handle.status is RequestStatus.CLOSED
 
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), again=st.booleans())
-    def drop_handle(self, data: st.DataObject, again: bool) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.known)))
+    def _drop(self, request_id: int, again: bool) -> None:
         expected = self.known.pop(request_id)
         del expected.handle
         if again:
@@ -218,18 +281,12 @@ class EngineMachine(RuleBasedStateMachine):
             expected.handle = handle
             self.known[request_id] = expected
 
-    @rule(late=st.booleans(), memory=st.booleans())
-    def fail_once(self, late: bool, memory: bool) -> None:
+    def _fail_once(self, late: bool, memory: bool) -> None:
         error = MemoryError if memory else RetryableStepError
         if late:
             self.decoder.fail_next = lambda: error("injected")
         else:
             self.decoder.fail_before = lambda: error("injected")
-
-    @rule(capacity=st.integers(1, 9), times=st.integers(1, 6))
-    def run(self, capacity: int, times: int) -> None:
-        for _ in range(times):
-            self._run(capacity)
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
@@ -273,7 +330,7 @@ class EngineMachine(RuleBasedStateMachine):
         return self.known[data.draw(st.sampled_from(sorted(self.known)))]
 
     def _run(self, capacity: int) -> None:
-        calls = len(self.decoder.steps)
+        calls, retained = len(self.decoder.steps), self.engine.stats()["pending_events"]
         events = self.engine.run(capacity)
         assert len(events) <= capacity
         assert len(self.decoder.steps) - calls <= 1
@@ -286,7 +343,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert event.error_code in (ErrorCode.DEFERRED, ErrorCode.RETRYABLE, ErrorCode.EXECUTION_MEMORY)
             blocked |= event.error_code == ErrorCode.DEFERRED
         self.engine.check_integrity()
-        if blocked:
+        if blocked and not retained:  # an event that was retained tells of an earlier moment
             self._give_way()
 
     def _give_way(self) -> None:
