@@ -56,6 +56,8 @@ def serve(
         typer.Option(help="A key that clients may use; repeat it for more. Others see it in `ps`: prefer a file."),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate chain: serve HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, without a password.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with fields of AppArgs; flags win over it.")] = None,
     address: Annotated[
         str | None,
@@ -89,7 +91,7 @@ def serve(
         "api_key_file": api_key_file,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    raise typer.Exit(run(ServeOptions(host, port, address, config, verbose), given))
+    raise typer.Exit(run(ServeOptions(host, port, address, config, verbose, ssl_certfile, ssl_keyfile), given))
 
 
 @app.command()

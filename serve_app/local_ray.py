@@ -12,6 +12,8 @@ import secrets
 import socket
 from dataclasses import dataclass
 
+from serve_app.tls import TlsFiles
+
 from serve_app.local_ports import is_loopback
 
 APPLICATION = "moorage"
@@ -64,7 +66,7 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
     return RaySession(owned=address is None)
 
 
-def start_serve(session: RaySession, host: str, port: int) -> RaySession:
+def start_serve(session: RaySession, host: str, port: int, tls: TlsFiles | None = None) -> RaySession:
     """Serve with its HTTP proxy on host:port. A Serve that runs already in a joined cluster keeps its own
     address."""
     from ray import serve
@@ -74,7 +76,10 @@ def start_serve(session: RaySession, host: str, port: int) -> RaySession:
         before = bool(serve.status().proxies)
     except RayServeException:
         before = False
-    serve.start(proxy_location="HeadOnly" if session.owned else "EveryNode", http_options={"host": host, "port": port})
+    http: dict[str, object] = {"host": host, "port": port}
+    if tls is not None:
+        http |= tls.serve_options()
+    serve.start(proxy_location="HeadOnly" if session.owned else "EveryNode", http_options=http)
     return RaySession(session.owned, started_serve=not before)
 
 

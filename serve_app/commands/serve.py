@@ -24,6 +24,7 @@ from serve_app.local_ports import BindRefused, require_free_port, require_key_be
 from serve_app.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, resolve_model
 from serve_app.text.tokenizer import load_tokenizer
+from serve_app.tls import tls_files
 
 DEFAULT_MODEL = "smollm2"
 DRAIN_SECONDS = 30.0
@@ -44,6 +45,8 @@ class ServeOptions:
     address: str | None
     config: Path | None
     verbose: bool
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
 
 def read_args(config: Path | None, flags: Mapping[str, Any]) -> AppArgs:
@@ -70,6 +73,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
     begun = time.monotonic()
     try:
         args = read_args(options.config, flags)
+        tls = tls_files(options.ssl_certfile, options.ssl_keyfile)
         require_key_beyond_loopback(options.host, has_keys=bool(args.load_api_keys()))
         if options.address is None:
             require_free_port(options.host, options.port)
@@ -86,7 +90,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
             session = start_ray(options.address, verbose=options.verbose)
             _catch_signals()  # Ray has put handlers of its own in the place of ours
         with step(f"Serve on {options.host}:{options.port}"):
-            session = start_serve(session, options.host, options.port)
+            session = start_serve(session, options.host, options.port, tls)
         with step(f"{args.model_name()} on {args.replicas} replica{'s' if args.replicas > 1 else ''}") as progress:
             _deploy(args, progress)
             _wait_until_ready(options, progress)
@@ -158,7 +162,8 @@ def _reason(error: BaseException) -> str:
 def _wait_until_ready(options: ServeOptions, progress: Step) -> None:
     """The proxy has learned the route, and a replica takes turns."""
     deadline = time.monotonic() + 60
-    with httpx.Client(trust_env=False, timeout=5) as client:
+    # A server that asks itself: its certificate may be for another name.
+    with httpx.Client(trust_env=False, timeout=5, verify=False) as client:
         while time.monotonic() < deadline:
             try:
                 if client.get(f"{_base_url(options)}/health").status_code == 200:
@@ -187,7 +192,8 @@ def _print_facts() -> None:
 def _base_url(options: ServeOptions) -> str:
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
     host = everywhere.get(options.host, options.host)
-    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{options.port}"
+    scheme = "http" if options.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{options.port}"
 
 
 def _curl(options: ServeOptions, args: AppArgs) -> str:
