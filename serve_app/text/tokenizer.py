@@ -14,8 +14,9 @@ from typing import cast
 
 from tokenizers import Tokenizer as Backend
 
+from engine_actor.errors import ModelError
+from engine_actor.weights.gguf_file import GgufFile
 from serve_app.text.errors import TokenizerError
-from serve_app.text.gguf_metadata import read_metadata
 from serve_app.text.gguf_vocabulary import build_tokenizer
 from serve_app.text.token_bytes import TokenBytes
 
@@ -93,7 +94,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_metadata(path)
+    try:
+        metadata = GgufFile(path).fields
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
     backend = build_tokenizer(metadata)
 
     def token_id(name: str) -> int | None:

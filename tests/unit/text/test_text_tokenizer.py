@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_actor.weights.gguf_file import GgufFile
 from serve_app.text.errors import TokenizerError
-from serve_app.text.gguf_metadata import read_metadata
 from serve_app.text.gguf_vocabulary import build_tokenizer
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -95,7 +95,7 @@ def test_ids_beyond_the_vocabulary_are_no_text(smollm2: Tokenizer) -> None:
 
 
 def test_a_folder_gives_the_same_tokenizer(smollm2: Tokenizer, smollm2_path: Path, tmp_path: Path) -> None:
-    build_tokenizer(read_metadata(smollm2_path)).save(str(tmp_path / "tokenizer.json"))
+    build_tokenizer(GgufFile(smollm2_path).fields).save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "chat_template": "mine"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
@@ -230,11 +230,11 @@ def test_text_is_cut_as_the_file_says(cut: str, text: str, pieces: list[str]) ->
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "is empty"),
-        (b"PK\x03\x04" + bytes(100), "does not start with GGUF"),
+        (b"", "empty file"),
+        (b"PK\x03\x04" + bytes(100), "does not start with 'GGUF'"),
         (gguf({"a": "b"}, version=1), "version 1"),
-        (gguf(SENTENCEPIECE)[:-20], "not a readable GGUF file"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60), "ends past the end"),
+        (gguf(SENTENCEPIECE)[:-20], "header is damaged"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60), "header is damaged"),
         (gguf({"a": "b"}), "holds no vocabulary"),
         (gguf(SENTENCEPIECE | {"tokenizer.ggml.model": "bert"}), "'bert'"),
         (gguf(SENTENCEPIECE | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"}), "'viking'"),
