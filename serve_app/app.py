@@ -5,8 +5,8 @@ serve deploy cluster_configs/serve.yaml
 moorage serve --model smollm2 --replicas 2
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: Serve looks at the class that annotates the argument of
+# `build`.
 import os
 from typing import Any
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
+from pydantic import ValidationError
+from ray.serve import Application
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app import app
@@ -32,3 +36,11 @@ def test_the_local_config_is_what_moorage_serve_reads_and_flags_win() -> None:
     args = read_args(CONFIGS / "local.yaml", {"replicas": 1})
     assert args.replicas == 1
     assert args.max_sessions == 64
+
+
+def test_serve_builds_the_application_from_the_plain_arguments_of_a_file() -> None:
+    text = yaml.safe_load((CONFIGS / "serve.yaml").read_text())
+    built = call_user_app_builder_with_args_if_necessary(app.build, text["applications"][0]["args"])
+    assert isinstance(built, Application)
+    with pytest.raises(ValidationError, match="replica_count"):
+        call_user_app_builder_with_args_if_necessary(app.build, {"model": "smollm2", "replica_count": "2"})
