@@ -12,9 +12,8 @@ import secrets
 import socket
 from dataclasses import dataclass
 
-from serve_app.tls import TlsFiles
-
 from serve_app.local_ports import is_loopback
+from serve_app.tls import TlsFiles
 
 APPLICATION = "moorage"
 _CONNECT_SECONDS = 5.0
