@@ -384,3 +384,20 @@ def test_closing_finished_requests_lets_the_next_ones_in() -> None:
     requests[2].close()
     assert engine.stats()["blocks_free"] == 3
     assert decoder.packed_counts() == [[3, 3], [3]]
+
+
+@pytest.mark.parity("F066", "F116")
+@pytest.mark.parametrize("capacity", [1, 8])
+def test_a_refusal_and_a_step_in_one_run_are_both_told(capacity: int) -> None:
+    decoder = ForcedDecoder()
+    engine = build_engine(decoder, num_blocks=3, max_length=100)
+    huge, small = engine.create_request(), engine.create_request()
+    huge.begin_turn([4] * 13)
+    small.begin_turn(P10, TurnOptions(1))
+    events = run_out(engine, capacity)
+    assert [(e.request_id, e.token, e.error_code) for e in events] == [
+        (huge.id, None, ErrorCode.UNSERVICEABLE),
+        (small.id, 5, ErrorCode.NONE),
+    ]
+    assert decoder.decode_calls == 1
+    assert huge.begin_turn([4]) == small.begin_turn([4]) == 2  # nothing of either is left undrained
