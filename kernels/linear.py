@@ -27,15 +27,17 @@ class PackedLinear:
     weight  bfloat16 or float32 [N, K]
     bias    [N] or None
 
+    float_output  the results are compared with each other, as logits are: they must not be rounded to bfloat16
+
     On CPU the native product runs, except for bfloat16 weights on a processor with bfloat16 arithmetic: there oneDNN
     is faster for many rows and is taken if it passes a probe of row invariance. Where there is no compiler
     oneDNN runs in any case. On CUDA it is F.linear.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, float_output: bool = False) -> None:
         assert weight.dtype in (torch.bfloat16, torch.float32), weight.dtype
         self.out_features, self.in_features = weight.shape
-        self._run = _choose(weight.detach(), None if bias is None else bias.detach())
+        self._run = _choose(weight.detach(), None if bias is None else bias.detach(), float_output)
 
     @property
     def kind(self) -> str:
@@ -125,14 +127,15 @@ class _Torch:
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias).float()
 
 
-def _choose(weight: Tensor, bias: Tensor | None) -> _Native | _OneDnn | _Torch:
+def _choose(weight: Tensor, bias: Tensor | None, float_output: bool) -> _Native | _OneDnn | _Torch:
     if weight.is_cuda:
         return _Torch(weight, bias)
     library = native.library()
     one_dnn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if library is None:
-        return _OneDnn(weight, bias) if one_dnn else _Torch(weight, bias)
-    if one_dnn and weight.dtype == torch.bfloat16 and _has_bf16_arithmetic():
+        wide = weight.float() if float_output else weight
+        return _OneDnn(wide, bias) if one_dnn else _Torch(wide, bias)
+    if one_dnn and weight.dtype == torch.bfloat16 and _has_bf16_arithmetic() and not float_output:
         candidate = _OneDnn(weight, bias)
         if candidate.row_invariant:
             return candidate

@@ -41,9 +41,10 @@ class Transformer:
         self.layers = [build(loader, layer) for layer in range(config.layers)]
         self.norm = loader.vector("model.norm.weight", config.hidden_size)
         if config.tie_embeddings:
-            self.head = PackedLinear(self.embedding, None)
+            self.head = PackedLinear(self.embedding, float_output=True)
         else:
-            self.head = loader.linear("", {"lm_head": config.vocab_size}, config.hidden_size)
+            head = loader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+            self.head = PackedLinear(head, float_output=True)
 
     def linears(self) -> Iterator[PackedLinear]:
         for layer in self.layers:

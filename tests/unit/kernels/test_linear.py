@@ -132,3 +132,14 @@ def test_the_probe_notices_a_row_that_depends_on_its_batch() -> None:
 
 def native_layer(weight: Tensor, bias: Tensor | None) -> linear._Native:
     return linear._Native(native.library(), weight, bias)
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_logits_are_never_rounded_to_bfloat16(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_has_bf16_arithmetic", lambda: True)
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    x, weight, _ = problem(97, 100, BF16)
+    layer = PackedLinear(weight, float_output=True)
+    assert layer.kind != "onednn-bf16"
+    assert (layer(x) - linear_reference(x, weight, None)).abs().max() < 1e-5
