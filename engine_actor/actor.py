@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -182,7 +182,7 @@ class EngineActor:
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
-    async def stream_turn(self, request: TurnRequest) -> AsyncIterator[TurnDelta]:
+    async def stream_turn(self, request: TurnRequest) -> AsyncGenerator[TurnDelta, None]:
         """The deltas of one turn. Closing the iterator is the only way to cancel it."""
         mailbox = Mailbox()
         turn = Turn(request, mailbox.put)
