@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,7 +13,9 @@ import pytest
 from http_harness import RESPONSES, Server, StartServer, error_of, named_events, wait_until
 
 from engine_actor.turns import session_key
-from serve_app.responses.store import StoreLimits
+from serve_app.ingress.errors import retry_later
+from serve_app.responses.memory_store import MemoryResponseStore
+from serve_app.responses.store import StoredResponse, StoreLimits
 
 ORDER = [
     "response.created",
@@ -330,6 +333,39 @@ def test_a_failure_of_a_whole_response_is_a_500(server: Server) -> None:
     assert server.respond("Hi").status_code == 500
     server.engine.fail_at = None
     assert server.respond("Hi").status_code == 200
+
+
+def test_a_store_that_is_gone_is_a_503_before_the_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone(self: MemoryResponseStore, *args: object) -> AsyncIterator[bool]:
+        raise retry_later(503, "gone", "unavailable", 1)
+        yield
+
+    monkeypatch.setattr(MemoryResponseStore, "hold", gone)
+    for stream in (True, False):
+        refused = server.respond("Hi", stream=stream)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
+    assert (server.engine.running, server.engine.closed) == (0, 2)
+    assert server.respond("Hi", store=False).status_code == 200
+
+
+def test_a_response_that_can_not_be_kept_is_not_said_to_be_complete(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(self: MemoryResponseStore, stored: StoredResponse) -> None:
+        raise retry_later(503, "gone", "unavailable", 1)
+
+    monkeypatch.setattr(MemoryResponseStore, "put", gone)
+    assert server.respond("Hi").status_code == 503
+    assert named_events(server.respond("Hi", stream=True))[-1]["type"] == "response.failed"
+
+
+def test_an_answer_goes_on_when_only_its_watch_is_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(self: MemoryResponseStore, *args: object) -> AsyncIterator[bool]:
+        yield False
+        raise OSError("the store's process is gone")
+
+    monkeypatch.setattr(MemoryResponseStore, "hold", breaks)
+    assert text_of(server.respond("Hi").json()) == "Hello there!"
 
 
 def test_a_prompt_beyond_the_context_names_the_input(server: Server) -> None:
