@@ -23,10 +23,10 @@ CHECKED := $(SOURCES) tests
 help:
 	@echo "make serve   environment, demo model, a local Ray, a server on $(HOST):$(PORT)"
 	@echo "             variables: MODEL=smollm2|gemma3|PATH REPLICAS=1 HOST=127.0.0.1 PORT=8000 ARGS='--dtype float32'"
+	@echo "             pip's own settings apply; a machine without a GPU needs only torch's CPU build: PIP_EXTRA_INDEX_URL"
 	@echo "make test    environment with test tools; lint, types, the whole suite"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the benchmarks, as tables"
-	@echo "             pip's own settings apply; a machine without a GPU needs only torch's CPU build: PIP_EXTRA_INDEX_URL"
 	@echo "make clean   removes .venv and what tools have cached here; fetched models stay in MOORAGE_HOME"
 
 # exec: the signals of a terminal reach the server itself, and make waits for it.
