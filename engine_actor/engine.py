@@ -60,6 +60,7 @@ class Engine:
             first_block_id=config.first_block_id,
             block_order=config.block_order,
             prefix_reuse=config.prefix_reuse,
+            max_columns=config.table_columns(self.max_length) if config.graph_capture else None,
         )
         self._events = EventQueue()
         self._lifecycle = Lifecycle(self._cache, self._events, self.max_length, manifest.vocab_size)
@@ -160,13 +161,8 @@ class Engine:
             self._transaction_id += 1
             plan = self._scheduler.plan(self._transaction_id)
             for record in plan.unserviceable:
-                need = blocks_for(record.history.length, self.config.block_size)
-                self._lifecycle.finish_turn(
-                    record,
-                    FinishReason.FAILED,
-                    ErrorCode.UNSERVICEABLE,
-                    f"{record.history.length} tokens need {need} blocks, the pool has {self.config.num_blocks}",
-                )
+                reason = self._cache.why_never(record.history.length)
+                self._lifecycle.finish_turn(record, FinishReason.FAILED, ErrorCode.UNSERVICEABLE, reason)
             if plan.executable or plan.outcome is not StepOutcome.CAPACITY_DEFERRED:
                 if not plan.executable and plan.outcome is StepOutcome.COMMITTED:
                     raise ContractViolation("a plan without rows claims to be executable")

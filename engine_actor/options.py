@@ -76,6 +76,7 @@ class EngineConfig:
     preemption            when only running rows are left and none can grow, recompute one of them later
     max_preemptions       times one request is preempted before others are chosen first
     prefix_reuse          share full blocks of equal prefixes between the requests of one tenant
+    graph_capture         step graphs are captured for a fixed table width: see `table_columns`
     """
 
     num_blocks: int
@@ -89,6 +90,7 @@ class EngineConfig:
     preemption: bool = True
     max_preemptions: int = 4
     prefix_reuse: bool = True
+    graph_capture: bool = False
     fairness: FairnessBounds = field(default_factory=FairnessBounds)
     first_block_id: int = 1
     block_order: str = "fifo"
@@ -104,6 +106,10 @@ class EngineConfig:
                 require_integer(name, getattr(self, name), 1)
         if self.block_order not in ("fifo", "lowest"):
             raise InvalidOption("block_order", self.block_order, "'fifo' or 'lowest'")
+
+    def table_columns(self, max_length: int) -> int:
+        """Columns of a captured table: blocks of a sequence of `max_length`, and no more than the pool has (F247)."""
+        return max(1, min(-(-max_length // self.block_size), self.num_blocks))
 
     @property
     def residents(self) -> int:

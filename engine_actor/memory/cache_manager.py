@@ -27,7 +27,7 @@ class CacheStats:
 
 
 class CacheManager:
-    """num_blocks usable blocks of block_size positions; at most max_residents tables."""
+    """num_blocks usable blocks of block_size positions; at most max_residents tables, of max_columns blocks each."""
 
     def __init__(
         self,
@@ -38,9 +38,11 @@ class CacheManager:
         first_block_id: int = 1,
         block_order: str = "fifo",
         prefix_reuse: bool = True,
+        max_columns: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.max_residents = max_residents
+        self.max_columns = max_columns
         self.pool = BlockPool(num_blocks + first_block_id, first_block_id, block_order)
         self.index = PrefixIndex(self.pool, block_size) if prefix_reuse else None
         make_room = (lambda _: None) if self.index is None else self.index.make_room
@@ -57,8 +59,16 @@ class CacheManager:
 
     @property
     def longest(self) -> int:
-        """Positions that the empty pool holds; a longer sequence can never be served (F113, F114)."""
-        return self.pool.usable * self.block_size
+        """Positions that the empty pool and the widest table hold; a longer sequence can never be served (F113)."""
+        blocks = self.pool.usable if self.max_columns is None else min(self.pool.usable, self.max_columns)
+        return blocks * self.block_size
+
+    def why_never(self, positions: int) -> str:
+        """What a sequence longer than `longest` has too much of, in words."""
+        need = blocks_for(positions, self.block_size)
+        if need <= self.pool.usable:
+            return f"{positions} tokens need {need} table columns, a captured graph has {self.max_columns}"
+        return f"{positions} tokens need {need} blocks, the pool has {self.pool.usable}"
 
     def cost_of_new(self, whole: int, adopted: Sequence[int]) -> int:
         """How far `available` falls if this row is reserved: blocks to issue, and idle ones that it adopts."""

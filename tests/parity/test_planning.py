@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_actor.events import ErrorCode, EventFlags
-from engine_actor.options import UNBOUNDED, FairnessBounds
+from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
 from engine_actor.outcomes import DeferralReason, StepOutcome
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.scheduling.admission import Admission
@@ -118,6 +118,36 @@ def test_pl10_the_largest_prompt_of_an_empty_pool() -> None:
     too_long = room.add([5] * 13)
     plan = room.plan()
     assert plan.outcome is StepOutcome.UNSERVICEABLE_REQUEST and plan.unserviceable[0].id == too_long.id
+
+
+@pytest.mark.parity("F103", "F113", "F120", "F247")
+def test_pl11_a_table_wider_than_a_captured_graph_is_unserviceable() -> None:
+    """Context 16 in blocks of 4: four columns, although 100 blocks are free."""
+    room = Room(num_blocks=100, max_length=16, graph_capture=True)
+    assert room.cache.max_columns == 4 and room.cache.longest == 16
+    for length, fits in ((16, True), (17, False)):
+        request = room.engine.create_request()
+        request._record.max_total = 100  # past the check of the input's length, to reach that of the plan
+        request.begin_turn([5] * length)
+        plan = room.plan()
+        assert (plan.executable, len(plan.unserviceable)) == (fits, not fits)
+        (event,) = room.engine.run(8)
+        assert (event.error_code == ErrorCode.UNSERVICEABLE) is not fits
+        if not fits:
+            assert event.message == "17 tokens need 5 table columns, a captured graph has 4"
+        request.close()
+    assert room.pool.free_count == 100
+
+
+@pytest.mark.parity("F247")
+@pytest.mark.parametrize(("length", "blocks", "columns"), [(16, 100, 4), (17, 100, 5), (400, 3, 3), (1, 1, 1)])
+def test_a_captured_table_is_as_wide_as_the_longest_sequence_and_the_pool(
+    length: int, blocks: int, columns: int
+) -> None:
+    assert EngineConfig(num_blocks=blocks, block_size=4).table_columns(length) == columns
+    captured = Room(num_blocks=blocks, max_length=length, graph_capture=True)
+    assert captured.cache.max_columns == columns
+    assert Room(num_blocks=blocks, max_length=length).cache.longest == blocks * 4  # only graphs are narrow
 
 
 @pytest.mark.parity("F107", "F116")
