@@ -30,7 +30,6 @@ from engine_actor.turns import (
     RefusalCode,
     SessionInfo,
     TurnDelta,
-    TurnEnded,
     TurnRefused,
     TurnRequest,
     TurnTokens,
@@ -69,22 +68,24 @@ class StartReport:
 
 
 class Mailbox:
-    """Deltas of one turn, on the event loop. A reader that is behind finds the tokens of several steps as one."""
+    """Deltas of one turn, on the event loop; None is the end. A reader that is behind finds the tokens of several steps
+    as one."""
 
     def __init__(self) -> None:
-        self._deltas: deque[TurnDelta] = deque()
+        self._deltas: deque[TurnDelta | None] = deque()
         self._arrived = asyncio.Event()
 
-    def put(self, deltas: list[TurnDelta]) -> None:
+    def put(self, deltas: list[TurnDelta | None]) -> None:
         for delta in deltas:
             last = self._deltas[-1] if self._deltas else None
-            if isinstance(delta, TurnTokens) and isinstance(last, TurnTokens):
-                self._deltas[-1] = TurnTokens(last.token_ids + delta.token_ids)
+            if isinstance(delta, TurnTokens) and isinstance(last, TurnTokens) and delta.choice == last.choice:
+                tokens, logprobs = last.token_ids + delta.token_ids, last.logprobs + delta.logprobs
+                self._deltas[-1] = TurnTokens(tokens, last.choice, logprobs)
             else:
                 self._deltas.append(delta)
         self._arrived.set()
 
-    async def get(self) -> TurnDelta:
+    async def get(self) -> TurnDelta | None:
         while not self._deltas:
             self._arrived.clear()
             await self._arrived.wait()
@@ -191,16 +192,12 @@ class EngineActor:
             yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=1.0)
             return
         self._count_open(1)
-        ended = False
         try:
-            while not ended:
-                delta = await mailbox.get()
-                ended = isinstance(delta, TurnEnded | TurnRefused)
+            while (delta := await mailbox.get()) is not None:
                 yield delta
         finally:
             self._count_open(-1)
-            if not ended:
-                owner.post(lambda: owner.cancel(turn))
+            owner.post(lambda: owner.cancel(turn))  # does nothing if the turn is over
 
     def _count_open(self, change: int) -> None:
         self._open += change

@@ -23,7 +23,7 @@ class InvalidOption(EngineError, ValueError):
 
 
 class InvalidCall(EngineError):
-    """A call that this state does not allow: a turn on a closed request, another engine's buffer. Nothing was changed."""
+    """A call that this state does not allow: a turn on a closed request, another engine's buffer. Nothing changed."""
 
 
 class WrongThread(EngineError):

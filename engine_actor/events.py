@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_actor.errors import InvalidCall, StaleView
 from engine_actor.outcomes import StepOutcome
 from engine_actor.request import FinishReason, Request, RequestRecord, Usage
+from engine_actor.sampling.logprobs import TokenLogprob
 
 if TYPE_CHECKING:
     from engine_actor.engine import Engine
@@ -42,8 +43,9 @@ class ErrorCode:
 
 @dataclass(slots=True)
 class EngineEvent:
-    """token with TOKEN; finish_reason and usage with TURN_FINISHED; error_code and message where something is wrong.
-    Events about the engine itself have no record, and neither TOKEN nor TURN_FINISHED (F083)."""
+    """token, and logprob if the turn wants it, with TOKEN; finish_reason and usage with TURN_FINISHED; error_code and
+    message where something is wrong. Events about the engine itself have no record, and neither TOKEN nor TURN_FINISHED
+    (F083)."""
 
     flags: EventFlags
     record: RequestRecord | None = None
@@ -54,6 +56,7 @@ class EngineEvent:
     error_code: int = ErrorCode.NONE
     message: str = ""
     outcome: StepOutcome | None = None
+    logprob: TokenLogprob | None = None
 
     @property
     def request_id(self) -> int | None:

@@ -20,7 +20,7 @@ from engine_actor.errors import (
 )
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags, EventQueue
 from engine_actor.memory.cache_manager import CacheManager
-from engine_actor.options import RequestOptions, TurnOptions
+from engine_actor.options import RequestOptions, TurnOptions, require_integer
 from engine_actor.request import FinishReason, Request, RequestRecord, RequestStatus, TokenHistory
 
 LAST_TURN_ID = 2**64 - 1
@@ -98,6 +98,7 @@ class Lifecycle:
         if record.turn_id == LAST_TURN_ID:
             raise InvalidCall("this request has used up its turn ids; create a new one")
         added = self._checked_tokens(record, tokens)
+        self._check_options(record, len(added), options)
         self._append(record, added)
         record.status = RequestStatus.ASSIGNED
         record.turn_id += 1
@@ -139,19 +140,21 @@ class Lifecycle:
             record.processed = self.cache.truncate(record.id, length)
         record.history.truncate(length)
 
-    def fork(self, record: RequestRecord) -> Request:
+    def fork(self, record: RequestRecord, length: int | None = None) -> Request:
         self.check_call()
-        if record.status is not RequestStatus.TURN_COMPLETE:
-            raise InvalidCall("only a request whose turn is complete can be forked")
+        if record.status not in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE):
+            raise InvalidCall(f"a request that is {record.status.value} cannot be forked")
+        length = record.history.length if length is None else length
+        require_integer("length", length, 1, record.history.length)
         if record.processed == 0:
             raise InvalidCall("a request of which nothing was computed cannot be forked")
         if self.cache.resident_count >= self.cache.max_residents:
             raise InvalidCall(f"{self.cache.max_residents} requests own memory already; close one first")
         child = self.create(record.options)
         twin = child._record
-        twin.history.extend(record.history.ids)
+        twin.history.extend(record.history.ids[:length])
         # The last token of the child is computed again, so that its logits exist (F346).
-        twin.processed = min(record.processed, record.history.length - 1)
+        twin.processed = min(record.processed, length - 1)
         if twin.processed:
             twin.processed = self.cache.fork(record.id, twin.id, twin.processed)
         twin.status = RequestStatus.TURN_COMPLETE
@@ -231,6 +234,16 @@ class Lifecycle:
         if len(added) >= record.max_total - record.history.length:
             raise ContextLengthExceeded(record.history.length, len(added), record.max_total)
         return added
+
+    def _check_options(self, record: RequestRecord, added: int, options: TurnOptions) -> None:
+        room = record.max_total - record.history.length - added
+        if options.min_generated_tokens > room:
+            raise InvalidOption("min_generated_tokens", options.min_generated_tokens, f"at most {room}, the room left")
+        if options.logprobs is not None and options.logprobs > self.vocab_size:
+            raise InvalidOption("logprobs", options.logprobs, f"at most {self.vocab_size}")
+        named = [*(token for token, _ in options.sampling.logit_bias), *options.stop_token_ids]
+        if named and max(named) >= self.vocab_size:
+            raise InvalidOption("logit_bias or stop_token_ids", max(named), f"token ids below {self.vocab_size}")
 
     def _append(self, record: RequestRecord, added: list[int]) -> None:
         """Takes the input in and, for a request without memory, a place in the queue: both or neither (F020)."""

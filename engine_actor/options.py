@@ -137,26 +137,50 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is chosen from its logits: temperature, then top_k, then top_p over what top_k left.
+    """How a token is chosen from its logits: bias and penalties, temperature, min_p, top_k, top_p over what top_k left.
 
-    temperature 0 (or below 1e-5) or top_k 1 is greedy. top_k 0 and top_p 1 mean no limit. `seed` is the key of the random stream;
-    the counter is the token's absolute index in its sequence, so a draw depends on nothing else.
+    temperature 0 (or below 1e-5) or top_k 1 is greedy. top_k 0, top_p 1 and min_p 0 mean no limit. `seed` is the key of
+    the random stream; the counter is the token's absolute index in its sequence, so a draw depends on nothing else.
+
+    min_p               least probability, as a share of the likeliest token's
+    presence_penalty    taken once from the logit of each token that this turn has generated
+    frequency_penalty   taken as often as this turn has generated it
+    repetition_penalty  divides the positive and multiplies the negative logits of all tokens in the sequence (F279)
+    logit_bias          (token, bias) pairs that are added to the logits
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, 0.0, 100.0)
         require_integer("top_k", self.top_k, 0)
         require_number("top_p", self.top_p, 0.0, 1.0)
         require_integer("seed", self.seed, 0, 2**64 - 1)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        for token, bias in self.logit_bias:
+            require_integer("logit_bias", token, 0)
+            require_number("logit_bias", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def reshapes(self) -> bool:
+        """The logits are changed before a token is chosen."""
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalised or self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +190,8 @@ class TurnOptions:
     max_generated_tokens  0: no limit beyond the session's (F024)
     stop_token_ids        end the turn as EOS does, with reason StopSequence
     ignore_eos            EOS is an ordinary token
+    min_generated_tokens  before this many, nothing that would end the turn can be chosen (C12)
+    logprobs              None: none; k: the chosen token's logarithm of probability, and those of the k likeliest
     priority              lower goes first; equal priorities keep their order
     """
 
@@ -174,9 +200,15 @@ class TurnOptions:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     priority: int = 0
+    min_generated_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require_integer("max_generated_tokens", self.max_generated_tokens, 0)
+        most = self.max_generated_tokens or MAX_INT32
+        require_integer("min_generated_tokens", self.min_generated_tokens, 0, most)
+        if self.logprobs is not None:
+            require_integer("logprobs", self.logprobs, 0)
         require_integer("priority", self.priority, -MAX_INT32)
         for token in self.stop_token_ids:
             require_integer("stop_token_ids", token, 0)

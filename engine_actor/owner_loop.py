@@ -45,16 +45,33 @@ _ROLLED_BACK = (StepOutcome.RETRYABLE_BATCH_ABORT, StepOutcome.EXECUTION_CAPACIT
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One call of `stream_turn`, from the owner's side. `receive` takes its deltas on the event loop."""
+    """One call of `stream_turn`, from the owner's side. `receive` takes its deltas on the event loop. `choices` are
+    those that run; before the turn is accepted, and after it is over, there are none."""
 
     request: TurnRequest
-    receive: Callable[[list[TurnDelta]], None]
+    receive: Callable[[list[TurnDelta | None]], None]
     conversation: Conversation | None = None
-    begun: BegunTurn | None = None
+    choices: list[Choice] = field(default_factory=list)
     over: bool = False
 
 
-Delivery = list[tuple[Turn, list[TurnDelta]]]
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One answer of a turn. The first one computes the prompt; the others branch off when it is done."""
+
+    turn: Turn
+    index: int
+    begun: BegunTurn
+    branched: bool
+
+    @property
+    def stays(self) -> bool:
+        """Its request stays resident for the next turn of a session."""
+        return self.index == 0 and self.turn.conversation is not None
+
+
+Delivery = list[tuple[Turn, list[TurnDelta | None]]]
+"""Deltas by turn; None is what follows the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +121,8 @@ class OwnerLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._stopping = False
-        self._running: dict[int, Turn] = {}  # by engine request
-        self._outbox: dict[Turn, list[TurnDelta]] = {}
+        self._running: dict[int, Choice] = {}  # by engine request
+        self._outbox: dict[Turn, list[TurnDelta | None]] = {}
         self._retry_seconds = 0.0
         self._last_transaction = 0
 
@@ -213,25 +230,24 @@ class OwnerLoop:
         if turn.over:
             return
         turn.over = True
-        if turn.begun is None:
+        if not turn.choices:
             assert turn.conversation is not None
             turn.conversation.waiting.remove(turn)
-        elif turn.conversation is None:
-            del self._running[turn.begun.request.id]
-            turn.begun.request.close()
-        else:
-            # Its terminal event is drained in the next round, which then starts the next turn of the session.
-            turn.begun.request.cancel_turn(turn.begun.turn_id)
+        for choice in list(turn.choices):
+            if choice.stays:
+                # Its terminal event is drained in the next round, which then starts the next turn of the session.
+                choice.begun.request.cancel_turn(choice.begun.turn_id)
+            else:
+                self._drop(choice)
 
     def close_session(self, key: str) -> bool:
         """Drops a session. Its running turn ends as failed; turns that wait start anew, without its history."""
         conversation = self.sessions.close(key)
         if conversation is None:
             return False
-        for request_id, turn in list(self._running.items()):
-            if turn.conversation is conversation:
-                del self._running[request_id]
-                self._end(turn, EndReason.FAILED, 0, "the session was deleted")
+        for turn in {choice.turn for choice in self._running.values() if choice.turn.conversation is conversation}:
+            for choice in list(turn.choices):
+                self._end(choice, EndReason.FAILED, 0, "the session was deleted")
         for waiting in conversation.waiting:
             assert isinstance(waiting, Turn)
             self.submit(waiting)
@@ -241,7 +257,7 @@ class OwnerLoop:
 
     def _begin(self, turn: Turn) -> None:
         try:
-            turn.begun = self.sessions.begin(turn.request, turn.conversation)
+            begun = self.sessions.begin(turn.request, turn.conversation)
         except ContextLengthExceeded as error:
             length = error.current + error.added
             self._refuse(turn, RefusalCode.CONTEXT_LENGTH, str(error), length, error.limit)
@@ -250,8 +266,8 @@ class OwnerLoop:
         except EngineError as error:
             self._refuse(turn, RefusalCode.INVALID, str(error))
         else:
-            self._running[turn.begun.request.id] = turn
-            self._send(turn, TurnAccepted(self._replica, turn.begun.prompt_tokens, turn.begun.cached_tokens))
+            self._run_choice(Choice(turn, 0, begun, branched=turn.request.choices == 1))
+            self._send(turn, TurnAccepted(self._replica, begun.prompt_tokens, begun.cached_tokens))
             return
         if turn.conversation is not None:
             self.sessions.forget_if_empty(turn.conversation)
@@ -263,66 +279,98 @@ class OwnerLoop:
             assert isinstance(turn, Turn)
             self._begin(turn)
 
+    def _run_choice(self, choice: Choice) -> None:
+        choice.turn.choices.append(choice)
+        self._running[choice.begun.request.id] = choice
+
+    def _branch(self, first: Choice) -> None:
+        """The prompt is computed: the other choices start from it."""
+        first.branched = True
+        for index in range(1, first.turn.request.choices):
+            begun = self.sessions.branch(first.turn.request, first.begun, index)
+            self._run_choice(Choice(first.turn, index, begun, branched=True))
+
     def _collect(self, events: Sequence[EngineEvent]) -> None:
-        """Sorts a step's events by turn: tokens of one turn leave as one delta."""
-        tokens: dict[Turn, list[int]] = {}
+        """Sorts a step's events by choice: tokens of one choice leave as one delta."""
+        tokens: dict[Choice, list[EngineEvent]] = {}
         for event in events:
             if event.record is None:
                 logger.warning("%s", event.message)
                 continue
-            turn = self._running.get(event.record.id)
-            if turn is None:
+            choice = self._running.get(event.record.id)
+            if choice is None:
                 continue
+            if not choice.branched and not choice.turn.over and not event.flags & EventFlags.FAILED:
+                self._branch(choice)
             if event.token is not None:
-                tokens.setdefault(turn, []).append(event.token)
+                tokens.setdefault(choice, []).append(event)
             if event.flags & EventFlags.TURN_FINISHED:
-                if turn in tokens:
-                    self._send(turn, TurnTokens(tuple(tokens.pop(turn))))
-                self._finish(turn, event)
-        for turn, ids in tokens.items():
-            self._send(turn, TurnTokens(tuple(ids)))
+                if choice in tokens:
+                    self._send(choice.turn, _tokens_delta(choice, tokens.pop(choice)))
+                self._finish(choice, event)
+        for choice, several in tokens.items():
+            self._send(choice.turn, _tokens_delta(choice, several))
 
-    def _finish(self, turn: Turn, event: EngineEvent) -> None:
-        assert turn.begun is not None and event.usage is not None
-        del self._running[turn.begun.request.id]
+    def _finish(self, choice: Choice, event: EngineEvent) -> None:
+        assert event.usage is not None
+        conversation, usage = choice.turn.conversation, event.usage
         reason = EndReason.FAILED
         if event.finish_reason in _STOP:
             reason = EndReason.STOP
         elif event.finish_reason in _LENGTH:
             reason = EndReason.LENGTH
-        self._end(turn, reason, event.usage.generated_tokens, event.message, event.usage.cached_tokens)
-        if turn.conversation is None:
-            turn.begun.request.close()
-        else:
-            self.sessions.ended(turn.conversation)
-            self._begin_next(turn.conversation)
+        self._end(choice, reason, usage.generated_tokens, event.message, usage.cached_tokens)
+        if choice.stays:
+            assert conversation is not None
+            self.sessions.ended(conversation)
+            self._begin_next(conversation)
 
-    def _end(self, turn: Turn, reason: EndReason, generated: int, message: str, cached: int = 0) -> None:
-        assert turn.begun is not None
-        self._send(turn, TurnEnded(reason, turn.begun.prompt_tokens, cached, generated, message))
-        turn.over = True
+    def _end(self, choice: Choice, reason: EndReason, generated: int, message: str, cached: int = 0) -> None:
+        """The last delta of a choice, and of its turn if no other choice runs."""
+        prompt = choice.begun.prompt_tokens
+        self._send(choice.turn, TurnEnded(reason, prompt, cached, generated, message, choice.index))
+        self._drop(choice)
+        if not choice.turn.choices:
+            self._close(choice.turn)
+
+    def _drop(self, choice: Choice) -> None:
+        choice.turn.choices.remove(choice)
+        del self._running[choice.begun.request.id]
+        if not choice.stays:
+            choice.begun.request.close()
 
     def _refuse(self, turn: Turn, code: RefusalCode, message: str, prompt_tokens: int = 0, limit: int = 0) -> None:
         temporary = code not in (RefusalCode.CONTEXT_LENGTH, RefusalCode.INVALID)
         retry_after = self._limits.retry_after if temporary else 0.0
         self._send(turn, TurnRefused(code, message, prompt_tokens, limit, retry_after))
-        turn.over = True
+        self._close(turn)
 
     def _end_all(self, message: str) -> None:
-        for turn in self._running.values():
-            self._end(turn, EndReason.FAILED, 0, message)
-        self._running.clear()
+        for choice in list(self._running.values()):
+            self._end(choice, EndReason.FAILED, 0, message)
         for waiting in self.sessions.take_waiting():
             assert isinstance(waiting, Turn)
             self._refuse(waiting, RefusalCode.UNAVAILABLE, message)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def _send(self, turn: Turn, delta: TurnDelta) -> None:
+    def _send(self, turn: Turn, delta: TurnDelta | None) -> None:
         if not turn.over:
             self._outbox.setdefault(turn, []).append(delta)
+
+    def _close(self, turn: Turn) -> None:
+        self._send(turn, None)
+        turn.over = True
 
     def _flush(self) -> None:
         if self._outbox:
             outbox, self._outbox = self._outbox, {}
             self._deliver(list(outbox.items()))
+
+
+def _tokens_delta(choice: Choice, events: list[EngineEvent]) -> TurnTokens:
+    return TurnTokens(
+        tuple(event.token for event in events if event.token is not None),
+        choice.index,
+        tuple(event.logprob for event in events if event.logprob is not None),
+    )

@@ -180,9 +180,10 @@ class Request:
         """Forgets all tokens from `length` on. Needs a complete turn whose events are drained."""
         self._lifecycle.rewind(self._record, length)
 
-    def fork(self) -> Request:
-        """A new request with the same tokens that shares this one's blocks. Needs a complete turn."""
-        return self._lifecycle.fork(self._record)
+    def fork(self, length: int | None = None) -> Request:
+        """A new request with the same tokens, or the first `length` of them, that shares this one's blocks and waits
+        for its own first turn. Something of this one must be computed, and a place among the residents be free."""
+        return self._lifecycle.fork(self._record, length)
 
     def close(self) -> None:
         """Releases everything at once, from any state; does nothing the second time (F039)."""

@@ -16,10 +16,10 @@ import hashlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine_actor.engine import Engine
-from engine_actor.errors import ContextLengthExceeded
+from engine_actor.errors import ContextLengthExceeded, InvalidCall, InvalidOption
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.outcomes import Deferral
 from engine_actor.request import Request, RequestStatus
@@ -27,6 +27,7 @@ from engine_actor.turns import SessionInfo, TurnRequest, session_key
 
 Detokenize = Callable[[Sequence[int]], str]
 
+SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one turn have different seeds, however many they are
 REMEMBERED_PER_SESSION = 4  # evicted conversations whose tokens are remembered, as a multiple of max_sessions
 
 
@@ -64,6 +65,22 @@ class BegunTurn:
     turn_id: int
     prompt_tokens: int
     cached_tokens: int
+
+
+def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
+    """What the engine is told for one choice of a turn. Choices differ in their random streams alone."""
+    sampling = turn.sampling
+    if choice:
+        sampling = replace(sampling, seed=(sampling.seed + choice * SEED_STEP) % 2**64)
+    return TurnOptions(
+        turn.max_generated_tokens,
+        sampling,
+        turn.stop_token_ids,
+        turn.ignore_eos,
+        turn.priority,
+        turn.min_generated_tokens,
+        turn.logprobs,
+    )
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -116,9 +133,7 @@ class SessionTable:
     def begin(self, turn: TurnRequest, conversation: Conversation | None) -> BegunTurn:
         """Begins a turn in the engine. Raises ContextLengthExceeded or InvalidOption; the conversation is then as it
         was, except that memory which the new prompt could not have used may be gone."""
-        options = TurnOptions(
-            turn.max_generated_tokens, turn.sampling, turn.stop_token_ids, turn.ignore_eos, turn.priority
-        )
+        options = options_of(turn)
         if conversation is None:
             request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
             return self._start(request, list(turn.prompt_ids), 0, options)
@@ -139,6 +154,18 @@ class SessionTable:
         conversation.answers.append(Answer(len(prompt), len(prompt)))
         conversation.running = True
         return begun
+
+    def branch(self, turn: TurnRequest, begun: BegunTurn, choice: int) -> BegunTurn:
+        """Another choice of a turn whose prompt the first choice has computed: a fork shares its blocks. Where there is
+        no place for one more resident it waits as a new request, and finds the prompt in the prefix index."""
+        options = options_of(turn, choice)
+        prompt = begun.request.tokens[: begun.prompt_tokens]
+        try:
+            request = begun.request.fork(begun.prompt_tokens - 1)
+        except (InvalidCall, InvalidOption):
+            request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
+            return self._start(request, prompt, 0, options)
+        return self._start(request, prompt, begun.prompt_tokens - 1, options)
 
     def _start(self, request: Request, prompt: list[int], keep: int, options: TurnOptions) -> BegunTurn:
         try:

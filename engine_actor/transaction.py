@@ -27,7 +27,9 @@ from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.reservation import Reservation
 from engine_actor.request import FinishReason, RequestRecord, RequestStatus, Usage
-from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
+from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow, to_host
+from engine_actor.sampling.logits_processors import RowContext
+from engine_actor.sampling.logprobs import TokenLogprob, logprob_of
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
 
 NO_FLAGS = EventFlags(0)
@@ -54,6 +56,7 @@ class StagedRow:
     row: PlannedRow
     appended: int | None = None
     finish: FinishReason | None = None
+    logprob: TokenLogprob | None = None
 
 
 class StepTransaction:
@@ -105,9 +108,13 @@ class StepTransaction:
     def sample(self) -> None:
         self._begin(Phase.SAMPLE)
         sampling = [row for row in self.plan.rows if row.samples]
-        rows = [SampleRow(r.record.turn_options.sampling, r.record.history.length) for r in sampling]
+        rows = [
+            SampleRow(r.record.turn_options.sampling, r.record.history.length, self._context(r.record))
+            for r in sampling
+        ]
         tokens = iter(self._sampler.sample(self._logits, rows))
         self._staged = [self._stage(row, next(tokens)) if row.samples else StagedRow(row) for row in self.plan.rows]
+        self._add_logprobs()
 
     def prepare(self) -> None:
         self._begin(Phase.PREPARE)
@@ -157,6 +164,23 @@ class StepTransaction:
     def _boundaries(self) -> list[int]:
         return [row.demand.target for row in self.plan.rows]
 
+    def _context(self, record: RequestRecord) -> RowContext | None:
+        """What changes this row's logits; None for most rows."""
+        options, banned = record.turn_options, frozenset[int]()
+        if record.turn_generated < options.min_generated_tokens:
+            banned = options.stop_token_ids if options.ignore_eos else options.stop_token_ids | self._eos
+        if not banned and not options.sampling.reshapes:
+            return None
+        return RowContext(record.history.ids[: record.history.length], record.turn_generated, banned)
+
+    def _add_logprobs(self) -> None:
+        at = 0
+        for staged in self._staged:
+            wanted = staged.row.record.turn_options.logprobs
+            if wanted is not None and staged.appended is not None:
+                staged.logprob = logprob_of(to_host(self._logits[at : at + 1])[0], staged.appended, wanted)
+            at += staged.row.samples
+
     def _stage(self, row: PlannedRow, token: int | None) -> StagedRow:
         record, options = row.record, row.record.turn_options
         if token is None:
@@ -177,7 +201,7 @@ class StepTransaction:
             return None
         record = staged.row.record
         flags = NO_FLAGS if staged.appended is None else EventFlags.TOKEN
-        event = EngineEvent(flags, record, record.turn_id, staged.appended)
+        event = EngineEvent(flags, record, record.turn_id, staged.appended, logprob=staged.logprob)
         if staged.finish is not None:
             event.flags |= EventFlags.TURN_FINISHED
             event.finish_reason = staged.finish

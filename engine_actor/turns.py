@@ -1,6 +1,7 @@
 """Messages between the front door and an EngineActor: plain data that crosses a process border.
 
-A turn answers with exactly one of: a `TurnRefused`; or a `TurnAccepted`, any number of `TurnTokens`, one `TurnEnded`.
+A turn answers with exactly one of: a `TurnRefused`; or a `TurnAccepted`, any number of `TurnTokens`, one `TurnEnded`
+for each of its choices.
 Refusal is data, not an exception, so that the local and the remote path see the same thing.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine_actor.options import SamplingParams
+from engine_actor.sampling.logprobs import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class TurnRequest:
     prompt_ids            the whole rendered prompt
     spans                 assistant messages in it, in order; where this server generated one, its own tokens are used
     max_generated_tokens  0: what the context leaves
+    min_generated_tokens  before this many, nothing that would end the turn is chosen
+    logprobs              None: none; k: those of each token and of the k likeliest in its place
+    choices               independent answers to the one prompt; all but the first are anonymous
     """
 
     request_id: str
@@ -44,6 +49,9 @@ class TurnRequest:
     ignore_eos: bool = False
     priority: int = 0
     spans: tuple[HistorySpan, ...] = ()
+    min_generated_tokens: int = 0
+    logprobs: int | None = None
+    choices: int = 1
 
 
 class RefusalCode(StrEnum):
@@ -79,9 +87,12 @@ class TurnAccepted:
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """All tokens of one step (or of several, for a reader that is behind). EOS and stop tokens are not among them."""
+    """All tokens of one step (or of several, for a reader that is behind) of one choice. EOS and stop tokens are not
+    among them. `logprobs` has one entry a token if the turn asked for them, else none."""
 
     token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class EndReason(StrEnum):
@@ -92,13 +103,14 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """The last message of an accepted turn."""
+    """The last message of a choice; an accepted turn ends with that of its last choice."""
 
     reason: EndReason
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
     message: str = ""
+    choice: int = 0
 
 
 TurnDelta = TurnAccepted | TurnTokens | TurnEnded | TurnRefused

@@ -1,9 +1,9 @@
 """Chooses the next token of each row from its logits.
 
-The rule: temperature; then top_k; then top_p over what top_k left, renormalised; then one uniform number u picks the
-first candidate, in order of (-logit, token id), at which the cumulative probability exceeds u. A token is a function of
-its row's logits and parameters, its seed and the token's absolute index in the sequence, and of nothing else: every row
-is computed alone, by the same operations, whatever else is in the batch.
+The rule: what `logits_processors` changes; temperature; min_p; top_k; top_p over what is left, renormalised; then one
+uniform number u picks the first candidate, in order of (-logit, token id), at which the cumulative probability exceeds
+u. A token is a function of its row's logits, tokens and parameters, its seed and its absolute index in the sequence,
+and of nothing else: every row is computed alone, by the same operations, whatever else is in the batch.
 
 Sorting a vocabulary would cost more than the rest of a step. Here only the few candidates are sorted among which the
 answer must lie; which they are is found by adding up weights between two bounds on the logit.
@@ -11,6 +11,7 @@ answer must lie; which they are is found by adding up weights between two bounds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_actor.options import SamplingParams
+from engine_actor.sampling.logits_processors import RowContext, process
 from engine_actor.sampling.philox import uniforms
 
 Float32 = NDArray[np.float32]
@@ -29,10 +31,12 @@ EDGE = 1e-9  # share at the far end that is never asked for: far above the round
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """position: absolute index that the chosen token will have in its sequence."""
+    """position: absolute index that the chosen token will have in its sequence. context: only where the row's logits
+    are changed first."""
 
     params: SamplingParams
     position: int
+    context: RowContext | None = None
 
 
 class BatchedSampler:
@@ -46,8 +50,13 @@ class BatchedSampler:
         """
         if not rows:
             return []
-        host = _to_host(logits)
+        host = to_host(logits)
         assert host.shape[0] == len(rows), f"{host.shape[0]} rows of logits for {len(rows)} samples"
+        if any(row.context is not None for row in rows):
+            host = host.copy()
+            for i, row in enumerate(rows):
+                if row.context is not None:
+                    process(host[i], row.params, row.context)
         best = host.argmax(axis=1)
         # argmax stops at the first NaN, so a peak that is finite is a true one.
         peaks = host[np.arange(len(rows)), best]
@@ -63,7 +72,8 @@ class BatchedSampler:
         return tokens
 
 
-def _to_host(logits: Any) -> Float32:
+def to_host(logits: Any) -> Float32:
+    """float32 [rows, vocab] in main memory."""
     if isinstance(logits, np.ndarray):
         return logits
     array: Float32 = logits.cpu().numpy()
@@ -71,6 +81,14 @@ def _to_host(logits: Any) -> Float32:
 
 
 def _draw(logits: Float32, peak: np.float32, params: SamplingParams, u: float, room: Float32) -> int:
+    if params.min_p == 0.0:
+        return _draw_among(logits, peak, params, u, room)
+    least = peak + np.float32(params.temperature) * np.float32(math.log(params.min_p))
+    likely = np.flatnonzero(logits >= least)
+    return int(likely[_draw_among(logits[likely], peak, params, u, room)])
+
+
+def _draw_among(logits: Float32, peak: np.float32, params: SamplingParams, u: float, room: Float32) -> int:
     temperature = np.float32(params.temperature)
     if 0 < params.top_k < len(logits):
         return _draw_of_few(logits, peak, temperature, params, u)

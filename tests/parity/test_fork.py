@@ -193,7 +193,7 @@ def test_fk03_a_parent_that_goes_first_leaves_its_blocks_to_the_child() -> None:
 def test_fk06_an_uncomputed_parent_cannot_be_forked() -> None:
     room = room_of(8)
     parent = room.add(TEN)
-    with pytest.raises(InvalidCall, match="turn is complete"):
+    with pytest.raises(InvalidCall, match="assigned cannot be forked"):
         parent.fork()
     parent.cancel_turn(1)
     with pytest.raises(InvalidCall, match="nothing was computed"):
