@@ -17,6 +17,7 @@ from ray.serve.config import RequestRouterConfig
 
 from serve_app.config import AppArgs
 from serve_app.deployments import EngineDeployment, Ingress
+from serve_app.handle_response_store import LEASE_SECONDS
 from serve_app.responses.memory_store import MemoryResponseStore
 
 # Names of the deployments, as `serve status` and config files show them.
@@ -76,7 +77,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
     responses = (
         serve.deployment(MemoryResponseStore)
         .options(**common, name=RESPONSES, num_replicas=1, ray_actor_options={"num_cpus": 0})
-        .bind(args.store_limits())
+        .bind(args.store_limits(), LEASE_SECONDS)
     )
     application: Application = (
         serve.deployment(serve.ingress()(Ingress))

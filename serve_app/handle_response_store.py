@@ -24,6 +24,7 @@ logger = logging.getLogger("moorage")
 
 _LOST = (RayActorError, BackPressureError, DeploymentUnavailableError, TimeoutError)
 _RETRY_AFTER_SECONDS = 1.0
+LEASE_SECONDS = 30.0  # how long a response stays in progress whose ingress has died: twice this at most
 
 
 class HandleResponseStore:
@@ -36,21 +37,26 @@ class HandleResponseStore:
         self._timeout = timeout
 
     async def hold(self, running: StoredResponse, cancelled: str) -> AsyncGenerator[bool, None]:
-        response = self._holding.remote(running, cancelled)
-        done = False
-        try:
+        known = False
+        while True:
+            response = self._holding.remote(running, cancelled)
+            done = False
             try:
-                async with asyncio.timeout(self._timeout):
-                    known = await anext(response)
-            except _LOST as error:
-                raise _unavailable(error) from error
-            yield known
-            async for told in response:
-                yield told
-            done = True
-        finally:
-            if not done:
-                response.cancel()
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        await anext(response)
+                except _LOST as error:
+                    raise _unavailable(error) from error
+                if not known:
+                    known = True
+                    yield False
+                async for _ in response:
+                    yield True
+                    return
+                done = True  # its lease is over: once more
+            finally:
+                if not done:
+                    response.cancel()
 
     async def put(self, stored: StoredResponse) -> None:
         await self._call("put", stored)

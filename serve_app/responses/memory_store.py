@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
@@ -21,8 +22,11 @@ class _Conversation:
 
 @dataclass(slots=True)
 class _Running:
+    """`until`: it counts as gone then, unless its holder has come again."""
+
     response: StoredResponse
     cancelled_shown: str
+    until: float = 0.0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -32,23 +36,42 @@ class MemoryResponseStore:
     bytes   size of all that is kept, about
     """
 
-    def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: StoreLimits,
+        lease_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`lease_seconds`: a `hold` ends after this time, and its holder has as long again to call it anew. For
+        holders in other processes, since nobody tells when one of them has died. None: it ends with its iterator
+        only."""
         self._limits = limits
+        self._lease = lease_seconds
         self._clock = clock
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by the id of the root
         self._roots: dict[str, str] = {}  # response -> root
         self.bytes = 0
-        self._running: dict[str, _Running] = {}
+        self._running: OrderedDict[str, _Running] = OrderedDict()  # in order of `until`
 
     async def hold(self, running: StoredResponse, cancelled: str) -> AsyncGenerator[bool, None]:
-        held = _Running(running, cancelled)
-        self._running[running.id] = held
+        self._expire()
+        # It is there already if its holder comes again; then nothing that happened meanwhile is lost.
+        held = self._running.setdefault(running.id, _Running(running, cancelled))
+        held.until = math.inf if self._lease is None else self._clock() + 2 * self._lease
+        self._running.move_to_end(running.id)
+        comes_again = False
         try:
             yield False
-            await held.cancelled.wait()
+            try:
+                async with asyncio.timeout(self._lease):
+                    await held.cancelled.wait()
+            except TimeoutError:
+                comes_again = True
+                return
             yield True
         finally:
-            self._running.pop(running.id, None)
+            if not comes_again:
+                self._running.pop(running.id, None)
 
     async def put(self, stored: StoredResponse) -> None:
         self._forget(stored.id)
@@ -63,8 +86,8 @@ class MemoryResponseStore:
             self._forget_conversation(next(iter(self._conversations)))
 
     async def get(self, owner: str, response_id: str) -> str | None:
-        running = self._running.get(response_id)
-        if running is not None and running.response.owner == owner:
+        running = self._find_running(owner, response_id)
+        if running is not None:
             return running.response.shown
         found = self._find(owner, response_id)
         return None if found is None else found.shown
@@ -89,14 +112,20 @@ class MemoryResponseStore:
         return True
 
     async def cancel(self, owner: str, response_id: str) -> str | None:
-        running = self._running.get(response_id)
-        if running is None or running.response.owner != owner:
+        running = self._find_running(owner, response_id)
+        if running is None:
             return None
         running.cancelled.set()
         # It is to be found at every moment: its process puts what it has of the text in this one's place.
         await self.put(replace(running.response, shown=running.cancelled_shown))
-        del self._running[response_id]
         return running.cancelled_shown
+
+    def _find_running(self, owner: str, response_id: str) -> _Running | None:
+        self._expire()
+        running = self._running.get(response_id)
+        if running is None or running.response.owner != owner or running.cancelled.is_set():
+            return None
+        return running
 
     def _find(self, owner: str, response_id: str) -> StoredResponse | None:
         """A kept response; its conversation counts as used."""
@@ -115,7 +144,10 @@ class MemoryResponseStore:
         self._conversations.move_to_end(root)
 
     def _expire(self) -> None:
-        horizon = self._clock() - self._limits.max_idle_seconds
+        now = self._clock()
+        while self._running and next(iter(self._running.values())).until < now:
+            self._running.popitem(last=False)
+        horizon = now - self._limits.max_idle_seconds
         while self._conversations:
             root, oldest = next(iter(self._conversations.items()))
             if oldest.last_used >= horizon:

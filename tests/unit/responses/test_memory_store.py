@@ -66,7 +66,7 @@ async def test_a_response_larger_than_the_store_is_not_kept() -> None:
 
 async def test_a_conversation_that_rests_too_long_is_forgotten() -> None:
     clock = Clock()
-    store = MemoryResponseStore(StoreLimits(max_idle_seconds=10), clock)
+    store = MemoryResponseStore(StoreLimits(max_idle_seconds=10), clock=clock)
     a, b = stored(), stored()
     await store.put(a)
     await store.put(b)
@@ -111,7 +111,7 @@ async def test_bounds_and_counts_hold_whatever_comes(seed: int) -> None:
     rng = random.Random(seed)
     limits = StoreLimits(max_responses=12, max_bytes=12_000, max_idle_seconds=20)
     clock = Clock()
-    store = MemoryResponseStore(limits, clock)
+    store = MemoryResponseStore(limits, clock=clock)
     known: list[StoredResponse] = []
     for _ in range(300):
         clock.now += rng.random() * 3
@@ -137,3 +137,27 @@ async def test_closing_the_holder_leaves_nothing() -> None:
     await holding.aclose()
     assert await alive(store, running) == [False]
     assert store.bytes == 0
+
+
+async def test_a_holder_that_does_not_come_again_is_gone() -> None:
+    clock = Clock()
+    store = MemoryResponseStore(StoreLimits(), lease_seconds=0.001, clock=clock)
+    running = stored()
+    assert [told async for told in store.hold(running, "{}")] == [False]  # the lease is over
+    assert await alive(store, running) == [True]
+    clock.now = 0.0015
+    assert [told async for told in store.hold(running, "{}")] == [False]
+    clock.now = 0.003
+    assert await alive(store, running) == [True]
+    clock.now = 0.004
+    assert await alive(store, running) == [False]
+    assert await store.cancel("o", running.id) is None
+
+
+async def test_a_cancellation_between_two_holds_is_not_lost() -> None:
+    store = MemoryResponseStore(StoreLimits(), lease_seconds=0.001, clock=Clock())
+    running = stored()
+    assert [told async for told in store.hold(running, "{}")] == [False]
+    assert await store.cancel("o", running.id) == "{}"
+    assert [told async for told in store.hold(running, "{}")] == [False, True]
+    assert await store.get("o", running.id) == "{}"
