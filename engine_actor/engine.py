@@ -63,7 +63,9 @@ class Engine:
             max_columns=config.table_columns(self.max_length) if config.graph_capture else None,
         )
         self._events = EventQueue()
-        self._lifecycle = Lifecycle(self._cache, self._events, self.max_length, manifest.vocab_size)
+        self._lifecycle = Lifecycle(
+            self._cache, self._events, self.max_length, manifest.vocab_size, manifest.max_draft_tokens
+        )
         self._scheduler = Scheduler(self._lifecycle, config)
         self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
         self._sampler = BatchedSampler()
@@ -204,7 +206,7 @@ class Engine:
             return outcome
         try:
             step.commit()
-            self._count(step.plan)
+            self._count(step)
             step.publish_events()
             self._scheduler.note_committed(step.plan)
             step.share_full_blocks()
@@ -279,11 +281,13 @@ class Engine:
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
-    def _count(self, plan: StepPlan) -> None:
-        prefill = plan.prefill_tokens
+    def _count(self, step: StepTransaction) -> None:
+        plan, prefill = step.plan, step.plan.prefill_tokens
         self.metrics.committed_steps += 1
         self.metrics.prefill_tokens += prefill
-        self.metrics.decode_tokens += plan.token_count - prefill
+        self.metrics.decode_tokens += plan.token_count - prefill - plan.draft_tokens
+        self.metrics.draft_tokens += plan.draft_tokens
+        self.metrics.accepted_draft_tokens += step.accepted_drafts
         self.metrics.adopted_tokens += sum(row.demand.committed for row in plan.rows if row.demand.new)
 
     def _report(self, plan: StepPlan, outcome: StepOutcome, started: float, decoder_seconds: float = 0.0) -> None:

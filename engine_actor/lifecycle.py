@@ -27,11 +27,14 @@ LAST_TURN_ID = 2**64 - 1
 
 
 class Lifecycle:
-    def __init__(self, cache: CacheManager, events: EventQueue, max_length: int, vocab_size: int) -> None:
+    def __init__(
+        self, cache: CacheManager, events: EventQueue, max_length: int, vocab_size: int, max_draft_tokens: int = 0
+    ) -> None:
         self.cache = cache
         self.events = events
         self.max_length = max_length
         self.vocab_size = vocab_size
+        self.max_draft_tokens = max_draft_tokens
         self.records: dict[int, RequestRecord] = {}
         self.queue: OrderedDict[int, RequestRecord] = OrderedDict()
         self.abandonment_pending = False
@@ -124,6 +127,18 @@ class Lifecycle:
         self.finish_turn(record, FinishReason.CANCELLED)
         return True
 
+    def set_draft_tokens(self, record: RequestRecord, tokens: Sequence[int]) -> None:
+        self.check_call()
+        if self.fatal is not None:
+            raise self.fatal.with_traceback(None)
+        if record.status is RequestStatus.CLOSED:
+            raise InvalidCall("a closed request cannot propose drafts")
+        self._check_own(record)
+        drafts = self._checked_ids(tokens)
+        if drafts:
+            self._check_can_draft(record, len(drafts))
+        record.drafts = tuple(drafts)
+
     def rewind(self, record: RequestRecord, length: int) -> None:
         self.check_call()
         if record.status is not RequestStatus.TURN_COMPLETE or record.pending_events:
@@ -144,10 +159,10 @@ class Lifecycle:
         self.check_call()
         if record.status not in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE):
             raise InvalidCall(f"a request that is {record.status.value} cannot be forked")
-        length = record.history.length if length is None else length
-        require_integer("length", length, 1, record.history.length)
         if record.processed == 0:
             raise InvalidCall("a request of which nothing was computed cannot be forked")
+        length = record.history.length if length is None else length
+        require_integer("length", length, 1, record.history.length)
         if self.cache.resident_count >= self.cache.max_residents:
             raise InvalidCall(f"{self.cache.max_residents} requests own memory already; close one first")
         child = self.create(record.options)
@@ -174,6 +189,7 @@ class Lifecycle:
     ) -> None:
         """Ends a turn outside a step's commit, keeping all that was committed, with its one terminal event."""
         self.queue.pop(record.id, None)
+        record.drafts = ()
         record.status = RequestStatus.TURN_COMPLETE
         record.finish_reason = reason
         flags = EventFlags.TURN_FINISHED
@@ -195,6 +211,7 @@ class Lifecycle:
         """Takes the memory of a running request; its tokens stay, and it is computed again from the queue's front."""
         self.cache.remove(record.id)
         record.processed = 0
+        record.drafts = ()
         record.prompt_boundary = record.history.length
         record.status = RequestStatus.ASSIGNED
         record.preemptions += 1
@@ -221,16 +238,34 @@ class Lifecycle:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _checked_tokens(self, record: RequestRecord, tokens: Sequence[int]) -> list[int]:
+    def _checked_ids(self, tokens: Sequence[int]) -> list[int]:
         try:
-            added = [operator.index(token) for token in tokens]
+            ids = [operator.index(token) for token in tokens]
         except TypeError:
             raise InvalidOption("tokens", tokens, "integers") from None
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise InvalidOption("tokens", wrong, f"token ids from 0 to {self.vocab_size - 1}")
+        return ids
+
+    def _check_can_draft(self, record: RequestRecord, count: int) -> None:
+        """Drafts are compared with the likeliest token, so nothing else may decide what comes next (F296)."""
+        options = record.turn_options
+        if not self.max_draft_tokens:
+            raise InvalidCall("this decoder verifies no drafts")
+        if count > self.max_draft_tokens:
+            raise InvalidOption("tokens", count, f"at most {self.max_draft_tokens} drafts")
+        if record.status is not RequestStatus.ACTIVE or record.is_prefill:
+            raise InvalidCall("drafts need a turn whose prompt is processed and that still generates")
+        if not options.sampling.greedy or options.sampling.reshapes:
+            raise InvalidCall("drafts need greedy decoding without penalties and biases")
+        if record.turn_generated < options.min_generated_tokens:
+            raise InvalidCall(f"drafts need {options.min_generated_tokens} generated tokens, the turn's minimum")
+
+    def _checked_tokens(self, record: RequestRecord, tokens: Sequence[int]) -> list[int]:
+        added = self._checked_ids(tokens)
         if not added:
             raise InvalidOption("tokens", [], "at least one token")
-        if min(added) < 0 or max(added) >= self.vocab_size:
-            wrong = next(token for token in added if not 0 <= token < self.vocab_size)
-            raise InvalidOption("tokens", wrong, f"token ids from 0 to {self.vocab_size - 1}")
         if len(added) >= record.max_total - record.history.length:
             raise ContextLengthExceeded(record.history.length, len(added), record.max_total)
         return added

@@ -65,6 +65,8 @@ class StepMetrics:
     preemptions: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     adopted_tokens: int = 0
 
     def as_dict(self) -> dict[str, int]:

@@ -55,10 +55,10 @@ class Usage:
 class TokenHistory:
     """The host's mirror of a sequence: prompt, output and continuation input, in order (F058).
 
-        ids   [0 ........ length)[length]
-               committed          one staged place, while a step is live
+        ids   [0 ........ length)[length ...]
+               committed          staged places, while a step is live: one for each token that it may add
 
-    A step stages the place before the model runs, so that publishing a token grows nothing.
+    A step stages the places before the model runs, so that publishing a token grows nothing.
     """
 
     __slots__ = ("ids", "length")
@@ -75,8 +75,8 @@ class TokenHistory:
         del self.ids[length:]
         self.length = length
 
-    def stage(self) -> None:
-        self.ids.append(-1)
+    def stage(self, places: int) -> None:
+        self.ids.extend([-1] * places)
 
     def publish(self, token: int) -> None:
         self.ids[self.length] = token
@@ -92,6 +92,7 @@ class RequestRecord:
     __slots__ = (
         "admitted",
         "cached_tokens",
+        "drafts",
         "finish_reason",
         "handle",
         "history",
@@ -127,6 +128,7 @@ class RequestRecord:
         self.turn_generated = 0
         self.cached_tokens = 0
         self.prompt_boundary = 0
+        self.drafts: tuple[int, ...] = ()  # proposed by the caller for the next committed step
         self.finish_reason: FinishReason | None = None
         self.admitted = False  # the current turn has had its first committed step
         self.submitted = 0  # order of begin_turn over the whole engine
@@ -150,6 +152,13 @@ class RequestRecord:
     @property
     def is_prefill(self) -> bool:
         return self.processed < self.prompt_boundary
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that this turn may still generate."""
+        left = self.max_total - self.history.length
+        limit = self.turn_options.max_generated_tokens
+        return min(left, limit - self.turn_generated) if limit else left
 
     def usage(self) -> Usage:
         return Usage(self.turn_prompt_tokens, self.turn_generated, self.cached_tokens)
@@ -175,6 +184,15 @@ class Request:
     def cancel_turn(self, turn_id: int) -> bool:
         """Ends the running turn of this id, keeping what was committed; False for an id that is not running (F035)."""
         return self._lifecycle.cancel_turn(self._record, turn_id)
+
+    def set_draft_tokens(self, tokens: Sequence[int]) -> None:
+        """Proposes the next tokens of a greedy turn: the next committed step verifies as many of them as fit and keeps
+        those that are what it would have generated anyway. Replaces an earlier proposal; none clears it.
+
+        Raises InvalidOption (too many, or one outside the vocabulary) or InvalidCall: the decoder verifies no drafts,
+        or the request is not in the middle of a greedy decode without penalties, biases and a minimum length.
+        """
+        self._lifecycle.set_draft_tokens(self._record, tokens)
 
     def rewind(self, length: int) -> None:
         """Forgets all tokens from `length` on. Needs a complete turn whose events are drained."""

@@ -1,10 +1,10 @@
 """One step of the engine: everything between a plan and its published results.
 
     reserve      all blocks of the step; committed tables do not change
-    checkpoint   a place for each new token, so that publishing grows nothing
+    checkpoint   a place for each token that may be added, so that publishing grows nothing
     pack         rows -> one PackedStep
     decode       the only model call
-    sample       one token for each row whose sequence is complete
+    sample       the next token of each row whose sequence is complete; after drafts, as many as agree with it
     prepare      what each row becomes, its event, and the proof that publishing will succeed
     commit       publishes: tables, sequences, states. Only integers and references are assigned
 
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -50,13 +51,18 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class StagedRow:
-    """What a row becomes. `appended` is the token that joins the sequence: none after a partial prefill, and none
-    for EOS and stop tokens (F028)."""
+    """What a row becomes. `appended` are the tokens that join the sequence: none after a partial prefill, one after a
+    decode, more where drafts were accepted; never EOS and stop tokens (F028). `boundary`: positions then valid.
+
+        positions   [0 .. whole)[whole .. boundary)[boundary .. target)
+                     sequence    accepted drafts     rejected, to be written again (C30)
+    """
 
     row: PlannedRow
-    appended: int | None = None
+    boundary: int
+    appended: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
-    logprob: TokenLogprob | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class StepTransaction:
@@ -94,7 +100,7 @@ class StepTransaction:
         self._begin(Phase.CHECKPOINT)
         for row in self.plan.rows:
             if row.samples:
-                row.record.history.stage()
+                row.record.history.stage(1 + len(row.drafts))
 
     def execute(self) -> None:
         """pack, decode."""
@@ -107,19 +113,29 @@ class StepTransaction:
 
     def sample(self) -> None:
         self._begin(Phase.SAMPLE)
-        sampling = [row for row in self.plan.rows if row.samples]
-        rows = [
-            SampleRow(r.record.turn_options.sampling, r.record.history.length, self._context(r.record))
-            for r in sampling
-        ]
-        tokens = iter(self._sampler.sample(self._logits, rows))
-        self._staged = [self._stage(row, next(tokens)) if row.samples else StagedRow(row) for row in self.plan.rows]
-        self._add_logprobs()
+        rows: list[SampleRow] = []
+        for row in self.plan.rows:
+            if row.samples:
+                record, length = row.record, row.record.history.length
+                context = self._context(record)
+                for position in range(length, length + 1 + len(row.drafts)):
+                    rows.append(SampleRow(record.turn_options.sampling, position, context))
+        tokens = self._sampler.sample(self._logits, rows)
+        at = 0
+        for row in self.plan.rows:
+            if row.samples:
+                following = at + 1 + len(row.drafts)
+                staged = self._stage(row, tokens[at:following])
+                staged.logprobs = self._logprobs(staged, at)
+                at = following
+            else:
+                staged = StagedRow(row, row.demand.target)
+            self._staged.append(staged)
 
     def prepare(self) -> None:
         self._begin(Phase.PREPARE)
         assert self._reservation is not None
-        self._events = [event for event in map(self._event, self._staged) if event is not None]
+        self._events = [event for staged in self._staged for event in self._events_of(staged)]
         self._queue_after = self._lifecycle.events.stage(self._events)
         self._reservation.validate(self._boundaries())
 
@@ -129,6 +145,10 @@ class StepTransaction:
         self._reservation.commit(self._boundaries())
         for staged in self._staged:
             self._publish(staged)
+
+    @property
+    def accepted_drafts(self) -> int:
+        return sum(staged.boundary + len(staged.row.drafts) - staged.row.demand.target for staged in self._staged)
 
     def publish_events(self) -> None:
         self._lifecycle.events.publish(self._queue_after, self._events)
@@ -162,7 +182,7 @@ class StepTransaction:
     # -- one row ------------------------------------------------------------------------------------------------------
 
     def _boundaries(self) -> list[int]:
-        return [row.demand.target for row in self.plan.rows]
+        return [staged.boundary for staged in self._staged]
 
     def _context(self, record: RequestRecord) -> RowContext | None:
         """What changes this row's logits; None for most rows."""
@@ -173,45 +193,67 @@ class StepTransaction:
             return None
         return RowContext(record.history.ids[: record.history.length], record.turn_generated, banned)
 
-    def _add_logprobs(self) -> None:
-        at = 0
-        for staged in self._staged:
-            wanted = staged.row.record.turn_options.logprobs
-            if wanted is not None and staged.appended is not None:
-                staged.logprob = logprob_of(to_host(self._logits[at : at + 1])[0], staged.appended, wanted)
-            at += staged.row.samples
+    def _logprobs(self, staged: StagedRow, at: int) -> list[TokenLogprob]:
+        """Of each appended token; the row's logits start at index `at` of the step's."""
+        wanted = staged.row.record.turn_options.logprobs
+        if wanted is None:
+            return []
+        logits = to_host(self._logits[at : at + len(staged.appended)])
+        return [logprob_of(row, token, wanted) for row, token in zip(logits, staged.appended, strict=True)]
 
-    def _stage(self, row: PlannedRow, token: int | None) -> StagedRow:
-        record, options = row.record, row.record.turn_options
+    def _stage(self, row: PlannedRow, tokens: Sequence[int | None]) -> StagedRow:
+        """`tokens`: the one that follows the sequence, then the one that follows each draft. The first that is not the
+        next draft ends the row, and so do the first that ends the turn and the first at a limit (F298, F305, F306)."""
+        drafts = row.drafts
+        staged = StagedRow(row, row.demand.target - len(drafts))
+        for i, token in enumerate(tokens):
+            staged.finish = self._end_before(row.record, token)
+            if token is None or staged.finish is not None:
+                break
+            staged.appended.append(token)
+            accepted = i < len(drafts) and token == drafts[i]
+            staged.boundary += accepted
+            staged.finish = self._end_after(row.record, i + 1)
+            if staged.finish is not None or not accepted:
+                break
+        return staged
+
+    def _end_before(self, record: RequestRecord, token: int | None) -> FinishReason | None:
+        """Why this token ends the turn without being part of it."""
+        options = record.turn_options
         if token is None:
-            return StagedRow(row, None, FinishReason.FAILED)
+            return FinishReason.FAILED
         if token in self._eos and not options.ignore_eos:
-            return StagedRow(row, None, FinishReason.EOS)
-        if token in options.stop_token_ids:
-            return StagedRow(row, None, FinishReason.STOP_SEQUENCE)
-        finish = None
-        if record.history.length + 1 >= record.max_total:
-            finish = FinishReason.MAX_SESSION_TOKENS
-        elif options.max_generated_tokens and record.turn_generated + 1 >= options.max_generated_tokens:
-            finish = FinishReason.MAX_GENERATED_TOKENS
-        return StagedRow(row, token, finish)
+            return FinishReason.EOS
+        return FinishReason.STOP_SEQUENCE if token in options.stop_token_ids else None
 
-    def _event(self, staged: StagedRow) -> EngineEvent | None:
-        if staged.appended is None and staged.finish is None:
-            return None
+    def _end_after(self, record: RequestRecord, added: int) -> FinishReason | None:
+        """Which limit the turn reaches with `added` tokens of this step."""
+        limit = record.turn_options.max_generated_tokens
+        if record.history.length + added >= record.max_total:
+            return FinishReason.MAX_SESSION_TOKENS
+        return FinishReason.MAX_GENERATED_TOKENS if limit and record.turn_generated + added >= limit else None
+
+    def _events_of(self, staged: StagedRow) -> list[EngineEvent]:
+        """One event a token, in order; how the turn ended joins the last one (F068, F080)."""
         record = staged.row.record
-        flags = NO_FLAGS if staged.appended is None else EventFlags.TOKEN
-        event = EngineEvent(flags, record, record.turn_id, staged.appended, logprob=staged.logprob)
-        if staged.finish is not None:
-            event.flags |= EventFlags.TURN_FINISHED
-            event.finish_reason = staged.finish
-            generated = record.turn_generated + (staged.appended is not None)
-            event.usage = Usage(record.turn_prompt_tokens, generated, self._cached_tokens(staged.row))
+        events = [EngineEvent(EventFlags.TOKEN, record, record.turn_id, token) for token in staged.appended]
+        for event, logprob in zip(events, staged.logprobs, strict=False):
+            event.logprob = logprob
+        if staged.finish is None:
+            return events
+        if not events:
+            events.append(EngineEvent(NO_FLAGS, record, record.turn_id))
+        last = events[-1]
+        last.flags |= EventFlags.TURN_FINISHED
+        last.finish_reason = staged.finish
+        generated = record.turn_generated + len(staged.appended)
+        last.usage = Usage(record.turn_prompt_tokens, generated, self._cached_tokens(staged.row))
         if staged.finish is FinishReason.FAILED:
-            event.flags |= EventFlags.FAILED
-            event.error_code = ErrorCode.NOT_FINITE
-            event.message = "the model gave no finite number for the next token"
-        return event
+            last.flags |= EventFlags.FAILED
+            last.error_code = ErrorCode.NOT_FINITE
+            last.message = "the model gave no finite number for the next token"
+        return events
 
     def _cached_tokens(self, row: PlannedRow) -> int:
         """Input positions of this turn that were found in the cache; fixed by the turn's first step."""
@@ -221,12 +263,12 @@ class StepTransaction:
         row, record = staged.row, staged.row.record
         record.cached_tokens = self._cached_tokens(row)
         record.admitted = True
-        record.processed = row.demand.target
-        if staged.appended is not None:
-            record.history.publish(staged.appended)
+        record.processed = staged.boundary
+        record.drafts = ()
+        for token in staged.appended:
+            record.history.publish(token)
             record.turn_generated += 1
-        else:
-            record.history.unstage()
+        record.history.unstage()
         if row.demand.new:
             self._lifecycle.queue.pop(record.id)
         record.finish_reason = staged.finish

@@ -34,15 +34,18 @@ class PagedState:
 class DecoderManifest:
     """What the engine must know of a model; it never asks for the model's name (F002).
 
-    vocab_size      columns of the logits
-    context_length  longest sequence that the positions allow
-    eos_token_ids   end a turn unless the turn ignores them
+    vocab_size        columns of the logits
+    context_length    longest sequence that the positions allow
+    eos_token_ids     end a turn unless the turn ignores them
+    max_draft_tokens  drafts of one proposal that a step may verify; 0: none. A decoder that declares more returns the
+                      logits of any packed token, not only of a row's last one (F295)
     """
 
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
     paged: PagedState
+    max_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

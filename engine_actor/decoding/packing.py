@@ -75,7 +75,8 @@ class StepPacker:
         input_ids: list[int] = []
         for row in rows:
             demand = row.demand
-            input_ids += row.record.history.ids[demand.committed : demand.target]
+            input_ids += row.record.history.ids[demand.committed : demand.target - len(row.drafts)]
+            input_ids += row.drafts
         counts = np.array([row.count for row in rows], np.int32)
         past = np.array([row.demand.committed for row in rows], np.int32)
         cumulative = np.zeros(len(rows) + 1, np.int32)
@@ -93,6 +94,6 @@ class StepPacker:
             past_sequence_lengths=past,
             block_table=self._mirror.gather(indices, max(len(table.blocks) for table in tables)),
             attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
-            logits_rows=np.array([row.offset + row.count - 1 for row in rows if row.samples], np.int64),
+            logits_rows=np.array([index for row in rows if row.samples for index in row.logits_rows], np.int64),
             block_copies=reservation.copies,
         )

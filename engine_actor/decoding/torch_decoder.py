@@ -21,6 +21,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # What the attention kernels can take.
 _HEAD_MULTIPLE, _MAX_HEAD_SIZE = 8, 256
 _CACHE_LINE = 64
+MAX_DRAFT_TOKENS = 16
 
 
 class TorchDecoder:
@@ -40,6 +41,8 @@ class TorchDecoder:
                 head_size=config.head_size,
                 element_bytes=dtype.itemsize,
             ),
+            # Only where a row is the same in any company does a verified draft say what decoding would have said.
+            max_draft_tokens=MAX_DRAFT_TOKENS if self.row_invariant else 0,
         )
 
     @staticmethod

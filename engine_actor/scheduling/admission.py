@@ -17,11 +17,13 @@ from engine_actor.request import RequestRecord
 
 @dataclass(slots=True)
 class Selection:
-    """`rows` carry one provisional token each (F088); the budget is shared out later."""
+    """`rows` carry one provisional token each (F088); the budget is shared out later. `blocks_left` could be taken
+    beside all of them."""
 
     rows: list[tuple[RequestRecord, RowDemand]] = field(default_factory=list)
     deferrals: list[Deferral] = field(default_factory=list)
     unserviceable: list[RequestRecord] = field(default_factory=list)
+    blocks_left: int = 0
 
 
 class Admission:
@@ -33,11 +35,10 @@ class Admission:
         self._longest = cache.longest
         self._rows_left = row_limit
         self._residents_left = cache.max_residents - cache.resident_count
-        self._blocks_left = cache.available
         self._max_overtakes = max_overtakes
         self._overtakes_left = UNBOUNDED  # the fewest that a blocked candidate met so far has left
         self._running = running
-        self.selection = Selection()
+        self.selection = Selection(blocks_left=cache.available)
 
     def consider(self, record: RequestRecord) -> None:
         table = self._table(record.id)
@@ -52,7 +53,7 @@ class Admission:
             self._consider_new(record, whole)
         else:
             cost = self._cache.paged.growth(table, whole)
-            if cost > self._blocks_left:
+            if cost > self.selection.blocks_left:
                 self._block(record, cost)
             else:
                 self._take(record, RowDemand(record.id, False, record.processed, record.processed + 1, whole), cost)
@@ -69,7 +70,7 @@ class Admission:
         # A preempted request comes back only where the running ones can grow beside it, else it would be preempted
         # again at once; the more often it happened, the more room is asked for.
         headroom = record.preemptions * self._running
-        if cost + headroom > self._blocks_left:
+        if cost + headroom > self.selection.blocks_left:
             self._block(record, cost + headroom)
             return
         start = len(adopted) * self._cache.block_size
@@ -80,12 +81,12 @@ class Admission:
     def _take(self, record: RequestRecord, demand: RowDemand, cost: int) -> None:
         self.selection.rows.append((record, demand))
         self._rows_left -= 1
-        self._blocks_left -= cost
+        self.selection.blocks_left -= cost
 
     def _block(self, record: RequestRecord, blocks: int) -> None:
         """Once it has been overtaken often enough, what is freed is kept for it."""
         self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken)
-        missing = blocks - self._blocks_left
+        missing = blocks - self.selection.blocks_left
         self.selection.deferrals.append(Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing))
 
     def _match(self, record: RequestRecord) -> tuple[int, ...]:

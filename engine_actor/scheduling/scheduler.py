@@ -8,7 +8,7 @@ of these, decodes first, then prefills, both stable. With bounds (FairnessBounds
     3. a request that was overtaken too often closes the door to newer ones until it is in
 
 Budget: every selected row gets one token; what is left goes to prefills in order, each up to the rest of its sequence
-and the chunk size (F089).
+and the chunk size (F089). Drafts that callers proposed share what is then left (draft_budget).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import math
 from collections.abc import Sequence
 
 from engine_actor.lifecycle import Lifecycle
+from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
 from engine_actor.outcomes import DeferralReason, StepOutcome
 from engine_actor.request import RequestRecord
 from engine_actor.scheduling.admission import Admission, Selection
+from engine_actor.scheduling.draft_budget import DraftWant, share_drafts
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
 
 
@@ -156,10 +158,27 @@ class Scheduler:
     def _share_out(self, selection: Selection, plan: StepPlan) -> None:
         wants = [self._want(record, demand) for record, demand in selection.rows]
         counts = share_budget(wants, self._config.max_scheduled_tokens)
+        drafts = self._drafts(selection, self._config.max_scheduled_tokens - sum(counts))
         offset = 0
-        for (record, demand), count in zip(selection.rows, counts, strict=True):
-            target = demand.target = demand.committed + count
+        for i, (record, demand) in enumerate(selection.rows):
+            own = demand.committed + counts[i]
+            count = counts[i] + len(drafts[i])
+            demand.target = demand.committed + count
             prefill = record.processed < record.prompt_boundary
-            plan.rows.append(PlannedRow(record, demand, count, offset, prefill, target == demand.whole))
+            plan.rows.append(PlannedRow(record, demand, count, offset, prefill, own == demand.whole, drafts[i]))
             offset += count
         plan.token_count = offset
+
+    def _drafts(self, selection: Selection, tokens: int) -> list[tuple[int, ...]]:
+        """Drafts that each row verifies."""
+        if not any(record.drafts for record, _ in selection.rows):
+            return [()] * len(selection.rows)
+        cache, size = self._lifecycle.cache, self._config.block_size
+        wants = []
+        for record, demand in selection.rows:
+            table = cache.table(record.id)
+            have = max(blocks_for(demand.whole, size), 0 if table is None else table.count) * size
+            usable = min(len(record.drafts), record.tokens_left, cache.longest - demand.whole)
+            wants.append(DraftWant(usable, have - demand.whole))
+        given = share_drafts(wants, tokens, selection.blocks_left, size)
+        return [record.drafts[:count] for (record, _), count in zip(selection.rows, given, strict=True)]

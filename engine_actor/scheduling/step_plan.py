@@ -21,6 +21,7 @@ class PlannedRow:
     offset       of its first token among the step's packed tokens (F093)
     prefill      its tokens are input, not the last sampled token
     samples      its last token is the last of the sequence, so its logits choose the next one
+    drafts       guesses that follow the sequence's last token and are verified by this step; part of `count`
     """
 
     record: RequestRecord
@@ -29,10 +30,13 @@ class PlannedRow:
     offset: int
     prefill: bool
     samples: bool
+    drafts: tuple[int, ...] = ()
 
     @property
-    def logits_row(self) -> int:
-        return self.offset + self.count - 1
+    def logits_rows(self) -> range:
+        """Packed tokens whose logits are wanted: the last of the sequence, and each draft (F297)."""
+        end = self.offset + self.count
+        return range(end - 1 - len(self.drafts), end)
 
 
 @dataclass(slots=True)
@@ -58,9 +62,11 @@ class StepPlan:
         offset = 0
         for row in self.rows:
             record, demand, count = row.record, row.demand, row.count
-            remaining = record.history.length - demand.committed
+            remaining = record.history.length - demand.committed + len(row.drafts)
             if not record.executable:
                 raise ContractViolation(f"request {record.id} is {record.status.value} and cannot run")
+            if row.drafts and (row.prefill or count != remaining):
+                raise ContractViolation(f"request {record.id}: drafts do not follow the end of its sequence")
             if not 1 <= count <= remaining or demand.target != demand.committed + count:
                 raise ContractViolation(f"request {record.id}: {count} tokens planned, {remaining} remain")
             if row.offset != offset:
@@ -72,8 +78,12 @@ class StepPlan:
     @property
     def graph_capture_eligible(self) -> bool:
         """A pure decode step of one token each (F097)."""
-        return bool(self.rows) and not any(row.prefill for row in self.rows)
+        return bool(self.rows) and not any(row.prefill or row.drafts for row in self.rows)
 
     @property
     def prefill_tokens(self) -> int:
         return sum(row.count for row in self.rows if row.prefill)
+
+    @property
+    def draft_tokens(self) -> int:
+        return sum(len(row.drafts) for row in self.rows)

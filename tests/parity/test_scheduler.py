@@ -33,7 +33,7 @@ def test_sc02_offsets_and_logits_rows_of_three_prompts() -> None:
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in requests]
     assert [row.offset for row in plan.rows] == [0, 3, 6]
-    assert [row.logits_row for row in plan.rows] == [2, 5, 8]
+    assert [list(row.logits_rows) for row in plan.rows] == [[2], [5], [8]]
     assert plan.token_count == 9 and not plan.graph_capture_eligible
 
 

@@ -189,11 +189,11 @@ def fail_second_stage(engine: Engine, patched: pytest.MonkeyPatch) -> None:
 def fail_checkpoint(engine: Engine, patched: pytest.MonkeyPatch) -> None:
     real, calls = TokenHistory.stage, []
 
-    def broken(self: TokenHistory) -> None:
+    def broken(self: TokenHistory, places: int) -> None:
         calls.append(self)
         if len(calls) == 2:
             raise MemoryError("checkpoint")
-        real(self)
+        real(self, places)
 
     patched.setattr(TokenHistory, "stage", broken)
 
@@ -261,7 +261,7 @@ def test_without_room_for_its_output_a_step_does_not_reach_the_model(monkeypatch
     request.begin_turn(P10)
     with monkeypatch.context() as patched:
         fail_checkpoint(engine, patched)
-        patched.setattr(TokenHistory, "stage", lambda _: (_ for _ in ()).throw(MemoryError("places")))
+        patched.setattr(TokenHistory, "stage", lambda _, places: (_ for _ in ()).throw(MemoryError("places")))
         [event] = engine.run(8)
     assert "places" in event.message and decoder.decode_calls == 0
     assert engine.stats()["blocks_free"] == 128 and request.status is RequestStatus.ASSIGNED
@@ -416,6 +416,8 @@ def test_counters_of_a_scripted_history(monkeypatch: pytest.MonkeyPatch) -> None
         "preemptions": 0,
         "prefill_tokens": 8,
         "decode_tokens": 1,
+        "draft_tokens": 0,
+        "accepted_draft_tokens": 0,
         "adopted_tokens": 0,
     }
     assert engine.last_report.outcome is StepOutcome.EXECUTION_CONTRACT_FAILURE

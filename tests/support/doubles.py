@@ -27,8 +27,8 @@ def next_token(sequence: list[int], vocab: int = 64) -> int:
 class SyntheticDecoder:
     row_invariant = True
 
-    def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096) -> None:
-        self.manifest = DecoderManifest(vocab, context, frozenset({eos}), PagedState((0,), 1, 1, 8))
+    def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096, drafts: int = 0) -> None:
+        self.manifest = DecoderManifest(vocab, context, frozenset({eos}), PagedState((0,), 1, 1, 8), drafts)
         self.steps: list[PackedStep] = []
         self.fail_next: Callable[[], BaseException] | None = None  # raised once, after the step's writes
         self.fail_before: Callable[[], BaseException] | None = None  # raised once, before anything is written
@@ -109,8 +109,8 @@ class ForcedDecoder(SyntheticDecoder):
     Vocabulary 32, EOS 1, context 128.
     """
 
-    def __init__(self, forced: int | list[int] = 5, context: int = 128) -> None:
-        super().__init__(vocab=32, eos=1, context=context)
+    def __init__(self, forced: int | list[int] = 5, context: int = 128, drafts: int = 0) -> None:
+        super().__init__(vocab=32, eos=1, context=context, drafts=drafts)
         self.force(forced)
 
     def force(self, forced: int | list[int]) -> None:

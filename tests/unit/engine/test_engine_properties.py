@@ -28,11 +28,22 @@ from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from tests.support.doubles import MixingDecoder, mixing_logits
 
-VOCAB, EOS, CONTEXT = 12, 1, 40
+VOCAB, EOS, CONTEXT, DRAFTS = 12, 1, 40, 4
 RUNS_TO_FINISH = 3000
 MANY = 8  # requests at a time
 SHARED = [2, 3, 2, 2, 3, 3, 2, 3, 2, 2, 3, 2]  # beginnings that prompts have in common
-BUSY = {"run": 50, "begin": 20, "create": 10, "fork": 6, "cancel": 4, "rewind": 4, "close": 2, "drop": 2, "fail": 4}
+BUSY = {
+    "run": 50,
+    "begin": 20,
+    "draft": 12,
+    "create": 10,
+    "fork": 6,
+    "cancel": 4,
+    "rewind": 4,
+    "fail": 4,
+    "close": 2,
+    "drop": 2,
+}
 
 PROFILES = {
     "ci": settings(max_examples=150, stateful_step_count=12, deadline=None),
@@ -101,14 +112,14 @@ class Expected:
         elif reason is FinishReason.FAILED:
             assert event.error_code == ErrorCode.UNSERVICEABLE
             assert blocks_for(len(self.tokens), config.block_size) > config.num_blocks
-        elif event.token is None:
+        elif reason in (FinishReason.EOS, FinishReason.STOP_SEQUENCE):
             token = oracle(self.tokens, self.options.sampling)
             assert reason is (FinishReason.EOS if token == EOS else FinishReason.STOP_SEQUENCE)
             assert token == EOS or token in self.options.stop_token_ids
         elif len(self.tokens) == self.limit:
-            assert reason is FinishReason.MAX_SESSION_TOKENS
+            assert reason is FinishReason.MAX_SESSION_TOKENS and event.token is not None
         else:
-            assert reason is FinishReason.MAX_GENERATED_TOKENS
+            assert reason is FinishReason.MAX_GENERATED_TOKENS and event.token is not None
             assert self.generated == self.options.max_generated_tokens
 
 
@@ -116,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(values=configs)
     def build(self, values: dict[str, object]) -> None:
         self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
-        self.decoder = MixingDecoder(VOCAB, EOS, CONTEXT)
+        self.decoder = MixingDecoder(VOCAB, EOS, CONTEXT, DRAFTS)
         self.engine = Engine(self.decoder, self.config)
         self.known: dict[int, Expected] = {}
         self.blocked_runs = 0
@@ -167,6 +178,11 @@ class EngineMachine(RuleBasedStateMachine):
     def drop_handle(self, data: st.DataObject, again: bool) -> None:
         self._drop(data.draw(st.sampled_from(sorted(self.known))), again)
 
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), right=st.integers(0, DRAFTS), wrong=st.lists(st.integers(0, VOCAB - 1), max_size=2))
+    def draft(self, data: st.DataObject, right: int, wrong: list[int]) -> None:
+        self._draft(self._pick(data), right, wrong)
+
     @rule(late=st.booleans(), memory=st.booleans())
     def fail_once(self, late: bool, memory: bool) -> None:
         self._fail_once(late, memory)
@@ -201,6 +217,8 @@ class EngineMachine(RuleBasedStateMachine):
             elif call == "fork":
                 if len(self.known) < MANY:
                     self._fork(any_known)
+            elif call == "draft":
+                self._draft(any_known, rng.randint(0, DRAFTS), rng.choices(range(VOCAB), k=rng.randint(0, 2)))
             elif call == "close":
                 self._close(any_known)
             else:
@@ -262,9 +280,22 @@ class EngineMachine(RuleBasedStateMachine):
             child = expected.handle.fork()
         except InvalidCall:
             return
-        assert expected.handle.status is RequestStatus.TURN_COMPLETE
+        assert expected.handle.status in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE)
         assert child.tokens == expected.handle.tokens
         self.known[child.id] = Expected(child, child.tokens, expected.limit)
+
+    def _draft(self, expected: Expected, right: int, wrong: list[int]) -> None:
+        """A proposal whose first `right` tokens are what the model will say."""
+        guess: list[int] = []
+        for _ in range(right):
+            guess.append(oracle(expected.handle.tokens + guess, SamplingParams()))
+        guess = (guess + wrong)[:DRAFTS]
+        generates = expected.handle.status is RequestStatus.ACTIVE and not expected.handle._record.is_prefill
+        if not guess or (generates and expected.options.sampling.greedy):
+            expected.handle.set_draft_tokens(guess)
+        else:
+            with pytest.raises(InvalidCall):
+                expected.handle.set_draft_tokens(guess)
 
     def _close(self, expected: Expected) -> None:
         del self.known[expected.handle.id]
