@@ -32,6 +32,24 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _peer(model: Path) -> Any:
+    """transformers with dense bfloat16 weights. From a GGUF file it would keep them packed and unpack them in every
+    call, which is no fair opponent, so they are filled in from our own reader."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine_actor.weights.checkpoint import open_checkpoint
+
+    where = {"gguf_file": model.name} if model.is_file() else {}
+    config = AutoConfig.from_pretrained(model.parent if where else model, **where)
+    peer = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    checkpoint = open_checkpoint(model)
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            parameter.copy_(checkpoint.tensor(name, tuple(parameter.shape), torch.bfloat16))
+    return peer
+
+
 def _take_turns(repeats: int, *sides: Callable[[], float]) -> list[float]:
     """Median seconds of each side; a side returns the seconds of one call."""
     for side in sides:
@@ -56,7 +74,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache
 
     from engine_actor.decoding.decoder import PoolGeometry
     from engine_actor.decoding.torch_decoder import TorchDecoder
@@ -64,12 +82,10 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-    where = {"gguf_file": arguments.model.name} if arguments.model.is_file() else {}
-    folder = arguments.model.parent if where else arguments.model
     start = time.perf_counter()
     decoder = TorchDecoder.load(arguments.model, dtype="bfloat16", device="cpu")
     print(f"loaded in {time.perf_counter() - start:.1f} s; {arguments.threads} threads; torch {torch.__version__}")
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **where).eval()
+    peer = _peer(arguments.model)
     blocks_each = max(CONTEXT + 1, PREFILL) // BLOCK_SIZE + 1
     decoder.allocate(PoolGeometry(1 + blocks_each * max(BATCHES), BLOCK_SIZE))
     tokens = torch.randint(3, decoder.manifest.vocab_size, (max(BATCHES), PREFILL)).tolist()
