@@ -176,19 +176,27 @@ class OwnerLoop:
         if not self.engine.has_pending_requests():
             self.sessions.expire()
             return IDLE_TICK_SECONDS
-        self._collect(self.engine.run(MAX_EVENTS))
+        try:
+            events = self.engine.run(MAX_EVENTS)
+        except MemoryError as error:  # while planning: nothing has changed (F123)
+            logger.warning("no memory to plan a step: %s", error)
+            return self._longer_pause()
+        self._collect(events)
         report = self.engine.last_report
         if report.transaction_id == self._last_transaction:
             return 0.0  # older events were drained, and no step was made
         self._last_transaction = report.transaction_id
         evicted = self.sessions.relieve(report.deferrals)
         if report.outcome in _ROLLED_BACK:
-            doubled = max(FIRST_RETRY_SECONDS, 2 * self._retry_seconds)
-            self._retry_seconds = min(doubled, LONGEST_RETRY_SECONDS)
-        else:
-            self._retry_seconds = 0.0
+            return self._longer_pause()
+        self._retry_seconds = 0.0
         blocked = report.outcome is StepOutcome.CAPACITY_DEFERRED and not evicted
-        return IDLE_TICK_SECONDS if blocked else self._retry_seconds
+        return IDLE_TICK_SECONDS if blocked else 0.0
+
+    def _longer_pause(self) -> float:
+        """Before a step that could not be made is tried again: each time twice as long, so that nothing spins."""
+        self._retry_seconds = min(max(FIRST_RETRY_SECONDS, 2 * self._retry_seconds), LONGEST_RETRY_SECONDS)
+        return self._retry_seconds
 
     def _take_snapshot(self, now: bool) -> None:
         beat = self.heartbeat

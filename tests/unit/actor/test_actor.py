@@ -10,6 +10,8 @@ import pytest
 
 from engine_actor.actor import EngineActor
 from engine_actor.errors import EngineUnhealthy, RetryableStepError
+from engine_actor.scheduling.scheduler import Scheduler
+from engine_actor.scheduling.step_plan import StepPlan
 from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnTokens
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
@@ -151,6 +153,23 @@ async def test_a_step_that_fails_once_changes_nothing_that_a_client_sees(
     decoder.fail_next = lambda: RetryableStepError("try again")
     assert (await task).tokens == answer_of([5, 9, 13], 20)
     assert (await actor.stats())["rollbacks"] == 1
+
+
+async def test_no_memory_for_a_plan_is_a_pause_and_not_the_end(
+    actor: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, calls = Scheduler.plan, 0
+
+    def fail_at_first(scheduler: Scheduler, transaction_id: int) -> StepPlan:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 2, 5):
+            raise MemoryError("injected")
+        return plan(scheduler, transaction_id)
+
+    monkeypatch.setattr(Scheduler, "plan", fail_at_first)
+    assert (await ask(actor, turn([5, 9, 13], 9))).tokens == answer_of([5, 9, 13], 9)
+    actor.check_health()
 
 
 async def test_a_fatal_failure_ends_open_turns_refuses_new_ones_and_fails_the_health_check(
