@@ -22,11 +22,12 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.engine import Engine
 from engine_actor.errors import EngineUnhealthy
-from engine_actor.memory.sizing import PoolSize, size_pool
+from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
 from engine_actor.options import EngineConfig
 from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Snapshot, Turn
 from engine_actor.sessions import Detokenize, SessionTable
 from engine_actor.turns import (
+    ForkOutcome,
     RefusalCode,
     SessionInfo,
     TurnDelta,
@@ -149,7 +150,10 @@ class EngineActor:
         context = min(manifest.context_length, options.max_model_len or manifest.context_length)
         residents = options.max_sessions + options.max_batch_size
         block_bytes = manifest.paged.block_bytes(options.block_size)
-        pool = size_pool(options.kv_memory, loaded.free_bytes, options.block_size, block_bytes, context, residents)
+        reserved = manifest.state_bytes * (state_slots_for(residents, options.max_batch_size) + 1)
+        pool = size_pool(
+            options.kv_memory, loaded.free_bytes, options.block_size, block_bytes, context, residents, reserved
+        )
         config = EngineConfig(
             num_blocks=pool.num_blocks,
             block_size=options.block_size,
@@ -219,6 +223,10 @@ class EngineActor:
         """Drops a session and all it holds; False if it is not known here."""
         key = session_key(owner, session_id)
         return await self._on_owner(lambda loop: loop.close_session(key))
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        """A new session that begins with all the tokens of a dormant one."""
+        return await self._on_owner(lambda loop: loop.sessions.fork(owner, session_id, new_session_id))
 
     async def sessions(self, owner: str | None = None) -> list[SessionInfo]:
         """Resident sessions of one owner, or of all."""

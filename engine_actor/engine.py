@@ -27,6 +27,7 @@ from engine_actor.invariants import check_requests
 from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.memory.sizing import state_slots_for
 from engine_actor.options import EngineConfig, Numerics, RequestOptions, require_integer
 from engine_actor.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.request import FinishReason, Request, RequestStatus
@@ -53,6 +54,9 @@ class Engine:
         self.last_report = StepReport(0, StepOutcome.NO_WORK)
         self._decoder = decoder
         self._eos = manifest.eos_token_ids
+        if manifest.state_bytes and manifest.max_draft_tokens:
+            raise InvalidOption("max_draft_tokens", manifest.max_draft_tokens, "0: a state has no earlier position")
+        state_slots = state_slots_for(config.residents, config.max_batch_size) if manifest.state_bytes else 0
         self._cache = CacheManager(
             config.num_blocks,
             config.block_size,
@@ -61,6 +65,7 @@ class Engine:
             block_order=config.block_order,
             prefix_reuse=config.prefix_reuse,
             max_columns=config.table_columns(self.max_length) if config.graph_capture else None,
+            state_slots=state_slots,
         )
         self._events = EventQueue()
         self._lifecycle = Lifecycle(
@@ -70,7 +75,11 @@ class Engine:
         self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
         self._sampler = BatchedSampler()
         self._transaction_id = 0
-        decoder.allocate(PoolGeometry(config.num_blocks + config.first_block_id, config.block_size))
+        decoder.allocate(
+            PoolGeometry(
+                config.num_blocks + config.first_block_id, config.block_size, state_slots + 1 if state_slots else 0
+            )
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

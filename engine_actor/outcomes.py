@@ -23,6 +23,7 @@ class DeferralReason(StrEnum):
     ROWS = "rows"  # the step is full: max_batch_size, or max_scheduled_tokens
     RESIDENTS = "residents"  # max_residents requests own memory already
     BLOCKS = "blocks"  # free blocks
+    STATES = "states"  # a free state slot
     TURN = "turn"  # an overtaken prompt goes first
 
 

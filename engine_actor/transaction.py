@@ -26,7 +26,7 @@ from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import ContractViolation
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.lifecycle import Lifecycle
-from engine_actor.memory.reservation import Reservation
+from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.request import FinishReason, RequestRecord, RequestStatus, Usage
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow, to_host
 from engine_actor.sampling.logits_processors import RowContext
@@ -83,7 +83,7 @@ class StepTransaction:
         self._packer = packer
         self._sampler = sampler
         self._eos = eos_token_ids
-        self._reservation: Reservation | None = None
+        self._reservation: StepReservation | None = None
         self._logits: Any = None
         self._staged: list[StagedRow] = []
         self._events: list[EngineEvent] = []

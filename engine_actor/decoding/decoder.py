@@ -39,6 +39,7 @@ class DecoderManifest:
     eos_token_ids     end a turn unless the turn ignores them
     max_draft_tokens  drafts of one proposal that a step may verify; 0: none. A decoder that declares more returns the
                       logits of any packed token, not only of a row's last one (F295)
+    state_bytes       of one slot of recurrent and convolutional states over all layers; 0: the model has none
     """
 
     vocab_size: int
@@ -46,14 +47,17 @@ class DecoderManifest:
     eos_token_ids: frozenset[int]
     paged: PagedState
     max_draft_tokens: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """The pools a decoder allocates, once. `num_blocks` counts the null block 0 where the engine keeps one."""
+    """The pools a decoder allocates, once. `num_blocks` counts the null block 0 where the engine keeps one;
+    `state_slots` counts slot 0, which is never written: it stands for a state of zeros."""
 
     num_blocks: int
     block_size: int
+    state_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class PackedStep:
     attention_metadata           [3]              max query length, upper and lower bound of the longest KV (F237)
     logits_rows                  int64 [wanted]   packed token indices whose logits are returned, in this order
     block_copies                 (source, destination) pairs, copied in all layers before anything else of this step
+    state_slots                  [rows, 2]        slot to read (0: start from zeros), slot to write; None: no states. No
+                                                  slot is read by one row and written by another
     """
 
     input_ids: Int64
@@ -78,6 +84,7 @@ class PackedStep:
     attention_metadata: Int32
     logits_rows: Int64
     block_copies: tuple[tuple[int, int], ...] = field(default=())
+    state_slots: Int32 | None = None
 
 
 class Decoder(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 from engine_actor.decoding.decoder import Int32, PackedStep
 from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.cache_manager import CacheManager
-from engine_actor.memory.reservation import Reservation
+from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.scheduling.step_plan import StepPlan
 
 NOWHERE: tuple[int, BlockTable | None, int, int] = (-1, None, 0, 0)
@@ -67,7 +67,7 @@ class StepPacker:
         self._cache = cache
         self._mirror = TableMirror(columns)
 
-    def pack(self, plan: StepPlan, reservation: Reservation) -> PackedStep:
+    def pack(self, plan: StepPlan, reservation: StepReservation) -> PackedStep:
         """Arrays for `plan.rows`, in their order; tables show committed blocks followed by reserved ones (F136)."""
         rows = plan.rows
         if self._mirror.size > 2 * self._cache.max_residents:
@@ -87,6 +87,7 @@ class StepPacker:
         tables = [reserved.table for reserved in reservation.rows]
         indices = [self._mirror.sync(row.record.id, table) for row, table in zip(rows, tables, strict=True)]
         longest = int((past + counts).max())
+        states = reservation.state_slots
         return PackedStep(
             input_ids=np.array(input_ids, np.int64),
             position_ids=positions,
@@ -96,4 +97,5 @@ class StepPacker:
             attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
             logits_rows=np.array([index for row in rows if row.samples for index in row.logits_rows], np.int64),
             block_copies=reservation.copies,
+            state_slots=None if states is None else np.array(states, np.int32),
         )

@@ -1,4 +1,4 @@
-"""All memory of the engine behind one door: paged blocks, and the prefix index that shares them.
+"""All memory of the engine behind one door: paged blocks, the prefix index that shares them, and state slots.
 
 The scheduler asks what fits, the engine reserves and publishes, the request's life removes and rewinds. Order of
 giving up memory: idle blocks of the index here, dormant sessions by whoever owns them, then preemption by the engine.
@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable, blocks_for
+from engine_actor.memory.fixed_state import FixedStates
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.prefix_index import NO_MATCH, PrefixIndex, PrefixMatch
-from engine_actor.memory.reservation import Reservation, RowDemand
+from engine_actor.memory.reservation import RowDemand
+from engine_actor.memory.step_reservation import StepReservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,9 @@ class CacheStats:
 
 
 class CacheManager:
-    """num_blocks usable blocks of block_size positions; at most max_residents tables, of max_columns blocks each."""
+    """num_blocks usable blocks of block_size positions; at most max_residents tables, of max_columns blocks each.
+    state_slots: usable slots for fixed states; 0: the model has none. With states nothing is shared by prefix: a hit
+    would need the state at its end."""
 
     def __init__(
         self,
@@ -39,12 +44,14 @@ class CacheManager:
         block_order: str = "fifo",
         prefix_reuse: bool = True,
         max_columns: int | None = None,
+        state_slots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.max_residents = max_residents
         self.max_columns = max_columns
         self.pool = BlockPool(num_blocks + first_block_id, first_block_id, block_order)
-        self.index = PrefixIndex(self.pool, block_size) if prefix_reuse else None
+        self.states = FixedStates(BlockPool(state_slots + 1, 1, block_order)) if state_slots else None
+        self.index = PrefixIndex(self.pool, block_size) if prefix_reuse and self.states is None else None
         make_room = (lambda _: None) if self.index is None else self.index.make_room
         self.paged = PagedCache(self.pool, block_size, make_room)
 
@@ -80,6 +87,11 @@ class CacheManager:
         return self.pool.available
 
     @property
+    def available_slots(self) -> int | None:
+        """State slots that a step could take; None where the model has no state."""
+        return None if self.states is None else self.states.available
+
+    @property
     def resident_count(self) -> int:
         return self.paged.resident_count
 
@@ -89,8 +101,15 @@ class CacheManager:
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, demands: Sequence[RowDemand]) -> Reservation:
-        return self.paged.reserve(demands)
+    def reserve(self, demands: Sequence[RowDemand]) -> StepReservation:
+        """Takes all memory of a step, or raises and changes nothing."""
+        paged = self.paged.reserve(demands)
+        try:
+            states = None if self.states is None else self.states.reserve(demands)
+        except BaseException:
+            paged.release()
+            raise
+        return StepReservation(paged, states)
 
     def index_full_blocks(self, request_id: int, salt: bytes, tokens: Sequence[int], before: int) -> None:
         """Offers the blocks that became full since `before` positions were valid to the prefix index."""
@@ -103,14 +122,38 @@ class CacheManager:
 
     def remove(self, request_id: int) -> None:
         self.paged.remove(request_id)
+        if self.states is not None:
+            self.states.remove(request_id)
 
     def truncate(self, request_id: int, positions: int) -> int:
-        return self.paged.truncate(request_id, positions)
+        """Keeps at most `positions` valid positions and returns how many stay valid. Of a model with a state that is
+        all of them or, since there is no state at an earlier position, none: the request is then no resident."""
+        if self.states is None:
+            return self.paged.truncate(request_id, positions)
+        table = self.paged.table(request_id)
+        assert table is not None
+        if positions >= table.committed:
+            return table.committed
+        self.remove(request_id)
+        return 0
 
     def fork(self, parent_id: int, child_id: int, positions: int) -> int:
+        """The child shares the parent's first `positions`, as far as that is possible; returns how many are valid for
+        it. A model with a state shares all that the parent has or nothing (0: the child is no resident)."""
+        if self.states is not None:
+            table = self.paged.table(parent_id)
+            assert table is not None
+            if positions != table.committed:
+                return 0
+            self.states.fork(parent_id, child_id)
         return self.paged.fork(parent_id, child_id, positions)
 
     def check_integrity(self) -> None:
         self.paged.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity()
+            paged = {name: table.committed for name, table in self.paged.tables()}
+            if paged != self.states.owners():
+                raise ContractViolation(f"blocks are valid up to {paged}, states up to {self.states.owners()}")
         if self.index is not None:
             self.index.check_integrity()

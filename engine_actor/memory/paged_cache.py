@@ -35,6 +35,10 @@ class PagedCache:
         """Ids of resident requests, in the order in which they became resident."""
         return (request_id for request_id, table in self._tables.items() if table.resident)
 
+    def tables(self) -> Iterator[tuple[int, BlockTable]]:
+        """Residents with their tables, in order."""
+        return ((request_id, table) for request_id, table in self._tables.items() if table.resident)
+
     @property
     def resident_count(self) -> int:
         provisional = sum(row.demand.new for row in self._live.rows) if self._live else 0

@@ -35,6 +35,8 @@ class Admission:
         self._longest = cache.longest
         self._rows_left = row_limit
         self._residents_left = cache.max_residents - cache.resident_count
+        slots = cache.available_slots
+        self._slots_left = UNBOUNDED if slots is None else slots
         self._max_overtakes = max_overtakes
         self._overtakes_left = UNBOUNDED  # the fewest that a blocked candidate met so far has left
         self._running = running
@@ -49,6 +51,8 @@ class Admission:
             self.defer(record, DeferralReason.TURN)
         elif self._rows_left < 1:
             self.defer(record, DeferralReason.ROWS)
+        elif self._slots_left < 1:
+            self.defer(record, DeferralReason.STATES)
         elif table is None:
             self._consider_new(record, whole)
         else:
@@ -81,6 +85,7 @@ class Admission:
     def _take(self, record: RequestRecord, demand: RowDemand, cost: int) -> None:
         self.selection.rows.append((record, demand))
         self._rows_left -= 1
+        self._slots_left -= 1
         self.selection.blocks_left -= cost
 
     def _block(self, record: RequestRecord, blocks: int) -> None:

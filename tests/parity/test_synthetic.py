@@ -9,7 +9,7 @@ import pytest
 from engine_actor.engine import Engine
 from engine_actor.options import FairnessBounds, TurnOptions
 from engine_actor.request import FinishReason, Request, RequestStatus
-from tests.support.doubles import SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 
 A, BP, L = [5, 9, 13], [7, 2, 20, 4], [3, 8, 2, 15, 6, 11]
 A16 = [21, 30, 40, 51, 63, 12, 26, 41, 57, 10, 28, 47, 3, 24, 46, 5]
@@ -25,9 +25,9 @@ def start(engine: Engine, prompt: list[int], limit: int) -> Request:
     return request
 
 
-@pytest.fixture
-def engine() -> Engine:
-    return build_engine(SyntheticDecoder(), max_length=128)
+@pytest.fixture(params=[SyntheticDecoder, RecurrentDecoder])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return build_engine(request.param(), max_length=128)
 
 
 def test_the_closed_form_says_the_same() -> None:
@@ -124,9 +124,10 @@ def test_a_new_engine_knows_nothing_of_the_old_one() -> None:
 
 @pytest.mark.parity("F089", "F101")
 @pytest.mark.parametrize(("chunk", "steps"), [(1, 21), (2, 18), (4, 17), (5, 17), (6, 16), (0, 16)])
-def test_chunks_change_the_steps_and_not_the_tokens(chunk: int, steps: int) -> None:
+@pytest.mark.parametrize("kind", [SyntheticDecoder, RecurrentDecoder])
+def test_chunks_change_the_steps_and_not_the_tokens(kind: type[SyntheticDecoder], chunk: int, steps: int) -> None:
     """SY-11."""
-    decoder = SyntheticDecoder()
+    decoder = kind()
     engine = build_engine(decoder, chunk_size=chunk)
     request = start(engine, L, 16)
     assert tokens_of(run_out(engine), request) == L16
@@ -166,10 +167,11 @@ def test_a_continuation_packs_only_what_is_new() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("small", [False, True])
-def test_a_random_workload_equals_the_closed_form(seed: int, small: bool) -> None:
+@pytest.mark.parametrize("kind", [SyntheticDecoder, RecurrentDecoder])
+def test_a_random_workload_equals_the_closed_form(kind: type[SyntheticDecoder], seed: int, small: bool) -> None:
     """SY-14, also in a pool that is too small for all, with everything beyond S0 switched on."""
     rng = random.Random(seed)
-    decoder = SyntheticDecoder()
+    decoder = kind()
     beyond = {"num_blocks": 14, "max_residents": 5, "prefix_reuse": True, "fairness": FairnessBounds(), "chunk_size": 3}
     engine = build_engine(decoder, max_length=40, **(beyond if small else {}))
     expected: dict[int, list[int]] = {}

@@ -7,6 +7,7 @@ the block table and reads them back through it, so that wrong wiring changes tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class SyntheticDecoder:
             raise fail()
         for source, destination in step.block_copies:
             self.cache[destination] = self.cache[source]
+        self.advance_states(step)
         logits = {}
         starts = step.cumulative_sequence_lengths
         for row in range(len(starts) - 1):
@@ -64,8 +66,16 @@ class SyntheticDecoder:
             raise fail()
         out = np.zeros((len(step.logits_rows), self.manifest.vocab_size), np.float32)
         for i, wanted in enumerate(step.logits_rows):
-            out[i] = self.row_logits(logits[int(wanted)])
+            out[i] = self.row_logits(self.sequence_at(int(wanted), logits[int(wanted)]))
         return out
+
+    def advance_states(self, step: PackedStep) -> None:
+        """This model has no state beside its cache."""
+        assert step.state_slots is None
+
+    def sequence_at(self, token: int, cached: list[int]) -> list[int]:
+        """What the model knows at a packed token."""
+        return cached
 
     @property
     def decode_calls(self) -> int:
@@ -127,6 +137,42 @@ class MixingDecoder(SyntheticDecoder):
 
     def row_logits(self, sequence: list[int]) -> np.ndarray:
         return mixing_logits(sequence, self.manifest.vocab_size)
+
+
+class RecurrentDecoder(SyntheticDecoder):
+    """Its answers come from a state alone: what the slots hold is the sequence that they have seen. The cache is
+    written and read as well, so that both must agree."""
+
+    def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096) -> None:
+        super().__init__(vocab, eos, context)
+        self.manifest = replace(self.manifest, state_bytes=8)
+
+    def allocate(self, pools: PoolGeometry) -> None:
+        super().allocate(pools)
+        self.slots: list[list[int] | None] = [None] * pools.state_slots
+        self.slots[0] = []
+
+    def advance_states(self, step: PackedStep) -> None:
+        assert step.state_slots is not None and step.state_slots.dtype == np.int32
+        reads, writes = step.state_slots[:, 0].tolist(), step.state_slots[:, 1].tolist()
+        assert 0 not in writes and len(set(writes)) == len(writes) and not set(reads) & set(writes)
+        self._known: dict[int, list[int]] = {}
+        starts = step.cumulative_sequence_lengths
+        for row, (read, write) in enumerate(zip(reads, writes, strict=True)):
+            state = self.slots[read]
+            assert state is not None and len(state) == step.past_sequence_lengths[row], "a state of another position"
+            for i in range(int(starts[row]), int(starts[row + 1])):
+                state = [*state, int(step.input_ids[i])]
+                self._known[i] = state
+            self.slots[write] = state
+
+    def sequence_at(self, token: int, cached: list[int]) -> list[int]:
+        assert self._known[token] == cached
+        return self._known[token]
+
+
+class RecurrentMixingDecoder(RecurrentDecoder, MixingDecoder):
+    pass
 
 
 def mixing_logits(sequence: list[int], vocab: int) -> np.ndarray:

@@ -20,10 +20,21 @@ class Row:
     blocks: Sequence[int]
 
 
+STATE_SLOTS = 1 + 64 * 64
+
+
+def state_slot(row: Row, position: int) -> int:
+    """Slot of a row's state at a position: each sequence, known by its first block, has one for each."""
+    return 1 + row.blocks[0] * 64 + position if position else 0
+
+
 def pack(
-    rows: Sequence[Row], logits_rows: Sequence[int] | None = None, copies: Sequence[tuple[int, int]] = ()
+    rows: Sequence[Row],
+    logits_rows: Sequence[int] | None = None,
+    copies: Sequence[tuple[int, int]] = (),
+    states: bool = False,
 ) -> PackedStep:
-    """One step of these rows; the logits of every token unless `logits_rows` chooses."""
+    """One step of these rows; the logits of every token unless `logits_rows` chooses. With state slots if `states`."""
     lengths = [len(row.tokens) for row in rows]
     ends = [row.past + len(row.tokens) for row in rows]
     table = np.full((len(rows), max(len(row.blocks) for row in rows)), -1, np.int32)
@@ -39,6 +50,11 @@ def pack(
         attention_metadata=np.array([max(lengths), max(ends), max(ends)], np.int32),
         logits_rows=np.array(wanted, np.int64),
         block_copies=tuple(copies),
+        state_slots=np.array(
+            [(state_slot(row, row.past), state_slot(row, end)) for row, end in zip(rows, ends, strict=True)], np.int32
+        )
+        if states
+        else None,
     )
 
 

@@ -12,8 +12,8 @@ import torch
 from engine_actor.decoding.decoder import Decoder, PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from tests.support import tiny_models
-from tests.support.doubles import ForcedDecoder, MixingDecoder, SyntheticDecoder
-from tests.support.packed import Row, pack
+from tests.support.doubles import ForcedDecoder, MixingDecoder, RecurrentMixingDecoder, SyntheticDecoder
+from tests.support.packed import STATE_SLOTS, Row, pack
 
 BLOCK = 4
 SEQUENCE = [5, 9, 13, 20, 2, 11, 30, 8, 17, 6, 3]
@@ -31,6 +31,7 @@ DECODERS: dict[str, Callable[[Path], Decoder]] = {
     "synthetic": lambda _: SyntheticDecoder(),
     "forced": lambda _: ForcedDecoder(),
     "mixing": lambda _: MixingDecoder(),
+    "recurrent": lambda _: RecurrentMixingDecoder(),
     "torch llama bfloat16": _torch("llama", "bfloat16"),
     "torch qwen3 float32": _torch("qwen3", "float32"),
     "torch gemma3 float32": _torch("gemma3", "float32"),
@@ -40,14 +41,14 @@ DECODERS: dict[str, Callable[[Path], Decoder]] = {
 @pytest.fixture(params=DECODERS)
 def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
     made = DECODERS[request.param](tmp_path)
-    made.allocate(PoolGeometry(32, BLOCK))
+    made.allocate(PoolGeometry(32, BLOCK, STATE_SLOTS if made.manifest.state_bytes else 0))
     return made
 
 
 def run(
     decoder: Decoder, rows: Sequence[Row], wanted: Sequence[int] | None = None, copies: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:
-    logits = decoder.forward(pack(rows, wanted, copies))
+    logits = decoder.forward(pack(rows, wanted, copies, states=decoder.manifest.state_bytes > 0))
     array = logits.numpy() if isinstance(logits, torch.Tensor) else logits
     assert array.dtype == np.float32
     assert array.shape[1] == decoder.manifest.vocab_size

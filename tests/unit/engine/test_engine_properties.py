@@ -26,7 +26,7 @@ from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, SamplingParams, TurnOptions
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
-from tests.support.doubles import MixingDecoder, mixing_logits
+from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, mixing_logits
 
 VOCAB, EOS, CONTEXT, DRAFTS = 12, 1, 40, 4
 RUNS_TO_FINISH = 3000
@@ -124,10 +124,13 @@ class Expected:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    def build_decoder(self) -> MixingDecoder:
+        return MixingDecoder(VOCAB, EOS, CONTEXT, DRAFTS)
+
     @initialize(values=configs)
     def build(self, values: dict[str, object]) -> None:
         self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
-        self.decoder = MixingDecoder(VOCAB, EOS, CONTEXT, DRAFTS)
+        self.decoder = self.build_decoder()
         self.engine = Engine(self.decoder, self.config)
         self.known: dict[int, Expected] = {}
         self.blocked_runs = 0
@@ -291,6 +294,7 @@ class EngineMachine(RuleBasedStateMachine):
             guess.append(oracle(expected.handle.tokens + guess, SamplingParams()))
         guess = (guess + wrong)[:DRAFTS]
         generates = expected.handle.status is RequestStatus.ACTIVE and not expected.handle._record.is_prefill
+        generates = generates and self.decoder.manifest.max_draft_tokens > 0
         if not guess or (generates and expected.options.sampling.greedy):
             expected.handle.set_draft_tokens(guess)
         else:
@@ -393,6 +397,17 @@ class EngineMachine(RuleBasedStateMachine):
 
 EngineMachine.TestCase.settings = settings(PROFILE, suppress_health_check=list(HealthCheck))
 TestEngine = EngineMachine.TestCase
+
+
+class RecurrentEngineMachine(EngineMachine):
+    """The same calls over a model whose answers come from state slots."""
+
+    def build_decoder(self) -> MixingDecoder:
+        return RecurrentMixingDecoder(VOCAB, EOS, CONTEXT)
+
+
+RecurrentEngineMachine.TestCase.settings = EngineMachine.TestCase.settings
+TestRecurrentEngine = RecurrentEngineMachine.TestCase
 
 
 def test_the_oracle_depends_on_every_token() -> None:

@@ -1,0 +1,57 @@
+"""The memory of one step over all kinds: blocks, and where the model has them, state slots. They end together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_actor.memory.fixed_state import StateReservation
+from engine_actor.memory.reservation import Reservation, RowReservation
+
+
+class StepReservation:
+    """Made by CacheManager.reserve. Rows are in the order of the plan."""
+
+    def __init__(self, paged: Reservation, states: StateReservation | None) -> None:
+        self._paged = paged
+        self._states = states
+
+    @property
+    def rows(self) -> list[RowReservation]:
+        return self._paged.rows
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, destination) blocks to copy before the forward pass."""
+        return self._paged.copies
+
+    @property
+    def state_slots(self) -> list[tuple[int, int]] | None:
+        """(slot to read, slot to write) of each row; None where the model has no state."""
+        return None if self._states is None else self._states.slots
+
+    def validate(self, committed: Sequence[int]) -> None:
+        """Proves that `commit(committed)` will succeed in every kind of memory; changes nothing."""
+        self._paged.validate(committed)
+        if self._states is not None:
+            self._states.validate(committed)
+
+    def commit(self, committed: Sequence[int]) -> None:
+        """Publishes every kind at the same boundary (F221), after one last proof of all of them."""
+        self.validate(committed)
+        self._paged.commit(committed)
+        if self._states is not None:
+            self._states.commit()
+
+    def release(self) -> None:
+        """Gives everything back; every kind is tried even if another fails."""
+        try:
+            if self._states is not None:
+                self._states.release()
+        finally:
+            self._paged.release()
+
+    def abandon(self) -> None:
+        """As Reservation.abandon, for every kind."""
+        self._paged.abandon()
+        if self._states is not None:
+            self._states.abandon()
