@@ -23,7 +23,7 @@ from engine_actor.errors import ContextLengthExceeded, InvalidCall, InvalidOptio
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.outcomes import Deferral
 from engine_actor.request import Request, RequestStatus
-from engine_actor.turns import SessionInfo, TurnRequest, session_key
+from engine_actor.turns import ForkOutcome, SessionInfo, TurnRequest, session_key
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -184,6 +184,33 @@ class SessionTable:
             conversation.answers[-1].end = conversation.request.current_length
             if conversation.answers[-1].end == conversation.answers[-1].start:
                 conversation.answers.pop()
+
+    def fork(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        """A second conversation that begins with all of the first one's, and shares its blocks. Where there is no place
+        for one more resident, only its tokens are remembered, as those of an evicted one."""
+        source = self._conversations.get(session_key(owner, session_id))
+        if source is None or not source.sequence():
+            return ForkOutcome.UNKNOWN
+        if source.running or source.waiting:
+            return ForkOutcome.RUNNING
+        key = session_key(owner, new_session_id)
+        if key in self._conversations:
+            return ForkOutcome.EXISTS
+        source.last_used = self._clock()
+        self._conversations.move_to_end(source.key)  # places are made of others first
+        self._make_place()
+        answers = [replace(answer) for answer in source.answers]
+        branch = Conversation(key, owner, new_session_id, source.last_used, answers=answers)
+        if source.request is not None:
+            try:
+                branch.request = source.request.fork()
+            except (InvalidCall, InvalidOption):  # nothing of it is computed, or others hold all places
+                branch.request = None
+        if branch.request is None:
+            branch.tokens = list(source.sequence())
+        self._conversations[key] = branch
+        self._forget_surplus()
+        return ForkOutcome.FORKED
 
     def _with_own_tokens(self, turn: TurnRequest, conversation: Conversation) -> list[int]:
         prompt = list(turn.prompt_ids)

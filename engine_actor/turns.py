@@ -130,6 +130,15 @@ class SessionInfo:
     idle_seconds: float
 
 
+class ForkOutcome(StrEnum):
+    """What became of the wish to fork a session."""
+
+    FORKED = "forked"
+    UNKNOWN = "unknown"  # no such session is here
+    RUNNING = "running"  # a turn of it runs or waits
+    EXISTS = "exists"  # the new name is taken
+
+
 def session_key(owner: str, session_id: str) -> str:
     """The name under which a conversation is resident and routed: bound to its owner, so that one tenant can neither
     reach nor guess another's session."""

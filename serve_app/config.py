@@ -135,6 +135,8 @@ class AppArgs(BaseModel):
         None, ge=1, description="Longest answer where a request sets no limit. Default: what the context leaves."
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
+    max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
+    max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
     max_turns: int | None = Field(
         None,
         ge=1,
@@ -262,6 +264,8 @@ class AppArgs(BaseModel):
             api_keys=tuple(key.get_secret_value() for key in keys),
             session_header=self.session_header,
             max_body_bytes=self.max_body_bytes,
+            max_choices=self.max_choices,
+            max_top_logprobs=self.max_top_logprobs,
         )
 
 

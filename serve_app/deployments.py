@@ -24,7 +24,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
-from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
+from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
 from serve_app.handle_client import HandleEngineClient
@@ -69,6 +69,9 @@ class EngineDeployment:
 
     async def close_session(self, owner: str, session_id: str) -> bool:
         return await self._actor.close_session(owner, session_id)
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        return await self._actor.fork_session(owner, session_id, new_session_id)
 
     async def context_limit(self) -> int:
         """Longest sequence that this replica can hold."""

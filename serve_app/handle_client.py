@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine_actor.turns import (
     EndReason,
+    ForkOutcome,
     RefusalCode,
     SessionInfo,
     TurnAccepted,
@@ -65,7 +66,7 @@ class HandleEngineClient:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_SECONDS * attempt)
-            progress = _Progress()
+            progress = _Progress(request.choices)
             try:
                 async with aclosing(self._attempt(handle, request, asked)) as deltas:
                     async for delta in deltas:
@@ -84,7 +85,8 @@ class HandleEngineClient:
             if progress.complete:
                 return
             if progress.accepted is not None:
-                yield progress.failed("the replica was lost in the middle of the answer")
+                for ended in progress.failed("the replica was lost in the middle of the answer"):
+                    yield ended
                 return
             if losses == _LOSSES:
                 break
@@ -117,6 +119,15 @@ class HandleEngineClient:
 
     async def close_session(self, owner: str, session_id: str) -> bool:
         return any(await self._broadcast("close_session", owner, session_id))
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        """A replica sees only the names of its own sessions, so those of all are looked at first."""
+        if any(info.session_id == new_session_id for info in await self.sessions(owner)):
+            return ForkOutcome.EXISTS
+        found = set(await self._broadcast("fork_session", owner, session_id, new_session_id))
+        # What was left behind where the session has been may say otherwise than its home.
+        order = (ForkOutcome.FORKED, ForkOutcome.RUNNING, ForkOutcome.EXISTS)
+        return next((outcome for outcome in order if outcome in found), ForkOutcome.UNKNOWN)
 
     async def context_limit(self) -> int | None:
         """Asked until a replica answers: it does not change. Of different ones the largest counts, since the router
@@ -152,24 +163,30 @@ class HandleEngineClient:
 class _Progress:
     """How far a turn has come, for the message that ends it when its replica is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: int) -> None:
         self.accepted: TurnAccepted | None = None
         self.complete = False
-        self._generated = 0
+        self._generated = dict.fromkeys(range(choices), 0)  # tokens of the choices that run
 
     def note(self, delta: TurnDelta) -> None:
         if isinstance(delta, TurnAccepted):
             self.accepted = delta
         elif isinstance(delta, TurnTokens):
-            self._generated += len(delta.token_ids)
+            self._generated[delta.choice] += len(delta.token_ids)
+        elif isinstance(delta, TurnEnded):
+            del self._generated[delta.choice]
+            self.complete = not self._generated
         else:
             self.complete = True
 
-    def failed(self, message: str) -> TurnEnded:
+    def failed(self, message: str) -> list[TurnEnded]:
+        """The ends of the choices that were running."""
         assert self.accepted is not None
-        return TurnEnded(
-            EndReason.FAILED, self.accepted.prompt_tokens, self.accepted.cached_tokens, self._generated, message
-        )
+        prompt, cached = self.accepted.prompt_tokens, self.accepted.cached_tokens
+        return [
+            TurnEnded(EndReason.FAILED, prompt, cached, generated, message, choice)
+            for choice, generated in self._generated.items()
+        ]
 
 
 def _unavailable(message: str) -> TurnRefused:

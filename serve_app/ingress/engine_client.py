@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from engine_actor.turns import SessionInfo, TurnDelta, TurnRequest
+from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 
 
 class EngineClient(Protocol):
@@ -25,6 +25,10 @@ class EngineClient(Protocol):
 
     async def close_session(self, owner: str, session_id: str) -> bool:
         """Drops a session wherever it is resident; False if no replica knew it."""
+        ...
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        """A new session that begins with all the tokens of a dormant one, on the replica where that is resident."""
         ...
 
     async def ready(self) -> bool:

@@ -19,6 +19,8 @@ class SamplingDefaults(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, le=MAX_INT32)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
 
 
 class IngressSettings(BaseModel):
@@ -54,6 +56,14 @@ class IngressSettings(BaseModel):
     max_messages: int = Field(default=4096, ge=1)
     max_stop_strings: int = Field(default=16, ge=1)
     max_stop_length: int = Field(default=512, ge=1)
+    max_stop_token_ids: int = Field(default=256, ge=1)
+    max_logit_biases: int = Field(default=1024, ge=1)
+
+    max_choices: int = Field(default=8, ge=1, le=1024)
+    """Most answers to one prompt (`n`)."""
+
+    max_top_logprobs: int = Field(default=20, ge=0, le=1024)
+    """Most tokens that are named for each place of an answer."""
 
     retry_after_seconds: float = Field(default=1.0, gt=0, le=3600)
     """Sent with 429 and 503 where the engine names no time of its own."""

@@ -18,8 +18,9 @@ from engine_actor.turns import TurnAccepted
 from serve_app.ingress.disconnect import ClientGone, until_disconnect
 from serve_app.ingress.errors import CLIENT_GONE, ApiError, internal_error
 from serve_app.ingress.request_log import record_of
+from serve_app.openai.choices import Piece, joined
 from serve_app.openai.formats import AnswerFormat
-from serve_app.openai.turns import AnswerEvent, Finished
+from serve_app.openai.turns import AnswerEvent, ChoiceEnd, Finished
 
 log = logging.getLogger("moorage.http")
 
@@ -64,13 +65,13 @@ class TurnResponse(Response):
                 await JSONResponse(content, headers=replica)(scope, receive, send)
 
     async def _whole(self, events: AsyncGenerator[AnswerEvent, None], scope: Scope) -> dict[str, object]:
-        pieces: list[str] = []
+        pieces: list[Piece] = []
         async for event in events:
-            if isinstance(event, str):
+            if isinstance(event, Piece):
                 pieces.append(event)
             elif isinstance(event, Finished):
                 record_of(scope).completion_tokens = event.usage.completion_tokens
-                return self._form.whole("".join(pieces), event)
+                return self._form.whole(joined(pieces, len(event.reasons)), event)
         raise AssertionError("an answer ends with Finished or an error")
 
     async def _send_stream(
@@ -86,8 +87,10 @@ class TurnResponse(Response):
             if opening := self._form.opening():
                 await write(*map(_event, opening))
             async for event in events:
-                if isinstance(event, str):
+                if isinstance(event, Piece):
                     await write(_event(self._form.piece(event)))
+                elif isinstance(event, ChoiceEnd):
+                    await write(*map(_event, self._form.ended(event)))
                 elif isinstance(event, Finished):
                     record_of(scope).completion_tokens = event.usage.completion_tokens
                     await write(*map(_event, self._form.closing(event)), self._form.end)

@@ -33,6 +33,10 @@ def chat_router(services: Services) -> APIRouter:
     def build(body: ChatRequest) -> Prompt:
         return chat_prompt(services.prompts, _said(body), "messages")
 
+    def form(body: ChatRequest, model: str) -> ChatFormat:
+        spelling = services.prompts.tokenizer.token_bytes if body.logprobs else None
+        return ChatFormat(model, body.choices, body.include_usage, spelling)
+
     @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await respond(
@@ -41,7 +45,7 @@ def chat_router(services: Services) -> APIRouter:
             check=check,
             build=build,
             opening=lambda body: conversation_opening(_said(body)),
-            form=ChatFormat,
+            form=form,
             prompt_param="messages",
         )
 

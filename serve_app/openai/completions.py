@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_app.ingress.errors import bad_value
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import CompletionFormat
+from serve_app.openai.limits import check_token_ids
 from serve_app.openai.protocol import CompletionRequest, parse
 from serve_app.openai.requests import respond
 from serve_app.openai.services import Services
@@ -31,8 +29,12 @@ def completions_router(services: Services) -> APIRouter:
     def build(body: CompletionRequest) -> Prompt:
         if isinstance(body.prompt, str):
             return prompts.text(body.prompt)
-        check_token_ids(prompts, body.prompt, "prompt")
+        check_token_ids(body.prompt, prompts.tokenizer.vocab_size, "prompt")
         return Prompt(body.prompt)
+
+    def form(body: CompletionRequest, model: str) -> CompletionFormat:
+        spelling = None if body.logprobs is None else prompts.tokenizer.token_bytes
+        return CompletionFormat(model, body.choices, body.include_usage, spelling, _echo(prompts, body))
 
     @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
@@ -42,17 +44,19 @@ def completions_router(services: Services) -> APIRouter:
             check=check,
             build=build,
             opening=_opening,
-            form=CompletionFormat,
+            form=form,
             prompt_param="prompt",
         )
 
     return router
 
 
-def check_token_ids(prompts: PromptBuilder, ids: Sequence[int], param: str) -> None:
-    limit = prompts.tokenizer.vocab_size
-    if any(not 0 <= token < limit for token in ids):
-        raise bad_value(param, f"a token id must be from 0 to {limit - 1}")
+def _echo(prompts: PromptBuilder, body: CompletionRequest) -> str:
+    if not body.echo:
+        return ""
+    if isinstance(body.prompt, str):
+        return body.prompt
+    return prompts.tokenizer.decode(body.prompt, control_tokens=True)
 
 
 def _opening(body: CompletionRequest) -> list[object]:

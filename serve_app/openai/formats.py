@@ -1,17 +1,22 @@
 """How an answer is written: chat.completion or text_completion, whole or in chunks.
 
-A format belongs to one answer and is asked in order: opening, pieces, then closing or failed; or whole alone.
+A format belongs to one answer and is asked in order: opening, pieces and ends of choices, then closing or failed; or
+whole alone.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from serve_app.ingress.errors import ApiError
-from serve_app.openai.turns import Finished
+from serve_app.openai.choices import Piece
+from serve_app.openai.logprobs import chat_logprobs, completion_logprobs
+from serve_app.openai.turns import ChoiceEnd, Finished
+from serve_app.text.token_bytes import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 
@@ -26,17 +31,23 @@ class AnswerFormat(Protocol):
         """Chunks that are sent before any text."""
         ...
 
-    def piece(self, text: str) -> dict[str, object]: ...
+    def piece(self, piece: Piece) -> dict[str, object]: ...
+
+    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
+        """The chunk with finish_reason of one choice."""
+        ...
 
     def closing(self, finished: Finished) -> list[dict[str, object]]:
-        """The chunk with finish_reason, then the one with usage if it was asked for."""
+        """What follows when all choices have ended, such as the chunk with usage if it was asked for."""
         ...
 
     def failed(self, error: ApiError) -> list[dict[str, object]]:
         """The last events of a stream that can't go on."""
         ...
 
-    def whole(self, text: str, finished: Finished) -> dict[str, object]: ...
+    def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
+        """`answers`: all of each choice, in order."""
+        ...
 
 
 def now() -> int:
@@ -45,36 +56,54 @@ def now() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """`include_usage`: a last chunk without choices carries usage, and all others say null for it."""
+    """include_usage   a last chunk without choices carries usage, and all others say null for it
+    spelling           of tokens, where logprobs were asked for
+    """
 
     model: str
+    choices: int
     include_usage: bool
+    spelling: TokenBytes | None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
     end: bytes = DONE
 
     def opening(self) -> list[dict[str, object]]:
-        return [self._chunk({"role": "assistant", "content": ""})]
+        return [self._chunk(choice, {"role": "assistant", "content": ""}) for choice in range(self.choices)]
 
-    def piece(self, text: str) -> dict[str, object]:
-        return self._chunk({"content": text})
+    def piece(self, piece: Piece) -> dict[str, object]:
+        return self._chunk(piece.choice, {"content": piece.text}, self._logprobs(piece) if piece.tokens else None)
+
+    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
+        return [self._chunk(end.choice, {}, reason=end.reason)]
 
     def closing(self, finished: Finished) -> list[dict[str, object]]:
-        last = self._chunk({}, finished.reason)
         if not self.include_usage:
-            return [last]
-        return [last, self._head("chat.completion.chunk") | {"choices": [], "usage": finished.usage.shown()}]
+            return []
+        return [self._head("chat.completion.chunk") | {"choices": [], "usage": finished.usage.shown()}]
 
     def failed(self, error: ApiError) -> list[dict[str, object]]:
         return [error.envelope()]
 
-    def whole(self, text: str, finished: Finished) -> dict[str, object]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finished.reason}
-        return self._head("chat.completion") | {"choices": [choice], "usage": finished.usage.shown()}
+    def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
+        choices = [
+            {
+                "index": answer.choice,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs(answer),
+                "finish_reason": reason,
+            }
+            for answer, reason in zip(answers, finished.reasons, strict=True)
+        ]
+        return self._head("chat.completion") | {"choices": choices, "usage": finished.usage.shown()}
 
-    def _chunk(self, delta: dict[str, object], reason: str | None = None) -> dict[str, object]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _logprobs(self, piece: Piece) -> dict[str, object] | None:
+        return None if self.spelling is None else chat_logprobs(piece.tokens, self.spelling)
+
+    def _chunk(
+        self, index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None, reason: str | None = None
+    ) -> dict[str, object]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = self._head("chat.completion.chunk") | {"choices": [choice]}
         return chunk | {"usage": None} if self.include_usage else chunk
 
@@ -84,42 +113,56 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormat:
-    """The same object name, streamed or not, as the API has it."""
+    """The same object name, streamed or not, as the API has it.
+
+    echo   stands before the text of every choice
+    """
 
     model: str
+    choices: int
     include_usage: bool
+    spelling: TokenBytes | None
+    echo: str
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
     end: bytes = DONE
 
     def opening(self) -> list[dict[str, object]]:
-        return []
+        return [self._chunk(choice, self.echo) for choice in range(self.choices)] if self.echo else []
 
-    def piece(self, text: str) -> dict[str, object]:
-        return self._chunk(text)
+    def piece(self, piece: Piece) -> dict[str, object]:
+        return self._chunk(piece.choice, piece.text, self._logprobs(piece) if piece.tokens else None)
+
+    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
+        return [self._chunk(end.choice, "", reason=end.reason)]
 
     def closing(self, finished: Finished) -> list[dict[str, object]]:
-        last = self._chunk("", finished.reason)
         if not self.include_usage:
-            return [last]
-        return [last, self._head() | {"choices": [], "usage": finished.usage.shown()}]
+            return []
+        return [self._head() | {"choices": [], "usage": finished.usage.shown()}]
 
     def failed(self, error: ApiError) -> list[dict[str, object]]:
         return [error.envelope()]
 
-    def whole(self, text: str, finished: Finished) -> dict[str, object]:
-        return self._head() | {
-            "choices": [_text_choice(text, finished.reason)],
-            "usage": finished.usage.shown(),
-        }
+    def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
+        choices = [
+            _text_choice(answer.choice, self.echo + answer.text, self._logprobs(answer), reason)
+            for answer, reason in zip(answers, finished.reasons, strict=True)
+        ]
+        return self._head() | {"choices": choices, "usage": finished.usage.shown()}
 
-    def _chunk(self, text: str, reason: str | None = None) -> dict[str, object]:
-        chunk = self._head() | {"choices": [_text_choice(text, reason)]}
+    def _logprobs(self, piece: Piece) -> dict[str, object] | None:
+        return None if self.spelling is None else completion_logprobs(piece.tokens, self.spelling)
+
+    def _chunk(
+        self, index: int, text: str, logprobs: dict[str, object] | None = None, reason: str | None = None
+    ) -> dict[str, object]:
+        chunk = self._head() | {"choices": [_text_choice(index, text, logprobs, reason)]}
         return chunk | {"usage": None} if self.include_usage else chunk
 
     def _head(self) -> dict[str, object]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
 
 
-def _text_choice(text: str, reason: str | None) -> dict[str, object]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+def _text_choice(index: int, text: str, logprobs: dict[str, object] | None, reason: str | None) -> dict[str, object]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
+from serve_app.openai.choices import Piece, joined
 from serve_app.openai.responses_format import IN_PROGRESS, ResponseFormat, as_json
 from serve_app.openai.services import Services
 from serve_app.openai.turns import CANCELLED, AnswerEvent, Cancellation, Finished, Turn, answer_events
@@ -41,18 +42,19 @@ async def kept_events(
         shown=as_json(form.unfinished(IN_PROGRESS)),
     )
     cancellation = Cancellation()
-    pieces: list[str] = []
+    pieces: list[Piece] = []
     async with aclosing(answer_events(services, turn, cancellation)) as events:
         accepted = await anext(events)
         cancelled = as_json(form.unfinished(CANCELLED))
         async with _held(services.store, record, cancelled, cancellation):
             yield accepted
             async for event in events:
-                if isinstance(event, str):
+                if isinstance(event, Piece):
                     pieces.append(event)
                 elif isinstance(event, Finished):
-                    text = "".join(pieces)
-                    await services.store.put(replace(record, answer=text, shown=as_json(form.whole(text, event))))
+                    answers = joined(pieces, 1)
+                    shown = as_json(form.whole(answers, event))
+                    await services.store.put(replace(record, answer=answers[0].text, shown=shown))
                 yield event
 
 

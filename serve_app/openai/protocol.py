@@ -7,6 +7,7 @@ are not served are in `unserved`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NoReturn, TypeVar
 
@@ -37,6 +38,14 @@ _STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "s
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 _PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
 _ROLE = {"type": "string", "enum": list(ROLES)}
+_BIASES = {
+    "anyOf": [
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+        {"type": "null"},
+    ]
+}
+_TOKEN_IDS = {"anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 0}}, {"type": "null"}]}
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 class Strict(BaseModel):
@@ -90,6 +99,29 @@ def _stop(value: object) -> tuple[str, ...]:
     if "" in stops:
         refuse("a stop string must not be empty")
     return stops
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """Token ids, which JSON writes as strings, and what is added to their logits."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        refuse("must be an object of token ids and numbers")
+    for token, bias in value.items():
+        if not isinstance(token, str) or not _TOKEN_ID.fullmatch(token):
+            refuse("a key must be a token id")
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:  # NaN is not between any two numbers
+            refuse(f"the bias of token {token} must be a number from -100 to 100")
+    return tuple((int(token), float(bias)) for token, bias in value.items())
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        refuse("must be a list of token ids")
+    return tuple(value)
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
@@ -170,6 +202,22 @@ class GenerationRequest(Strict):
     session_id: Text | None = None
     cache_salt: Text | None = Field(default=None, max_length=4096)
     ignore_eos: bool | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases), WithJsonSchema(_BIASES)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_token_ids), WithJsonSchema(_TOKEN_IDS)] = ()
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT32)
+
+    @property
+    def choices(self) -> int:
+        return 1
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to name for each place of the answer; None: no logprobs at all."""
+        return None
 
     @property
     def token_limit(self) -> int | None:
@@ -182,6 +230,12 @@ class CompletingRequest(GenerationRequest):
 
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_INT32)
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
 
     @property
     def token_limit(self) -> int | None:
@@ -195,6 +249,12 @@ class CompletingRequest(GenerationRequest):
 class ChatRequest(CompletingRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_INT32)
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -204,8 +264,9 @@ class ChatRequest(CompletingRequest):
 
 class CompletionRequest(CompletingRequest):
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt), WithJsonSchema(_PROMPT)]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_INT32)
+    echo: bool | None = None
 
-
-def require_stream_for_options(body: CompletingRequest) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise bad_value("stream_options", "is only for a request with stream: true")
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs

@@ -10,13 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.ingress.body import read_json_object
-from serve_app.ingress.errors import bad_value, model_not_found
+from serve_app.ingress.errors import model_not_found
 from serve_app.ingress.request_log import RequestRecord, record_of
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.answer import TurnResponse
-from serve_app.openai.formats import ChatFormat, CompletionFormat
+from serve_app.openai.formats import AnswerFormat
 from serve_app.openai.identity import TurnIdentity, engine_owner, identify
-from serve_app.openai.protocol import CompletingRequest, GenerationRequest, require_stream_for_options
+from serve_app.openai.limits import check_completing, check_generation
+from serve_app.openai.protocol import CompletingRequest, GenerationRequest
 from serve_app.openai.services import Services
 from serve_app.openai.turns import answer_events, make_turn, sampling_of
 from serve_app.text.prompts import Prompt
@@ -35,17 +36,17 @@ async def respond(
     check: Callable[[dict[str, object]], B],
     build: Callable[[B], Prompt],
     opening: Callable[[B], Sequence[object]],
-    form: type[ChatFormat] | type[CompletionFormat],
+    form: Callable[[B, str], AnswerFormat],
     prompt_param: str,
 ) -> Response:
     """`check` refuses or parses the body, `build` makes the prompt, `opening` is what a conversation starts
-    with."""
+    with, `form` writes the answer, given the model's name too."""
     settings = services.settings
     content, size = await read_json_object(request, settings.max_body_bytes)
     body = check(content)
     model = checked_model(body.model, settings)
-    check_stops(body, settings)
-    require_stream_for_options(body)
+    check_generation(body, settings, services.prompts.tokenizer.vocab_size)
+    check_completing(body, settings)
     record = record_of(request.scope)
     identity = identity_of(request, body, record, settings, [model, *opening(body)])
     prompt = await off_loop_if_large(size, lambda: build(body))
@@ -60,7 +61,7 @@ async def respond(
         settings=settings,
         limit=await services.context_limit(),
     )
-    return TurnResponse(answer_events(services, turn), form(model, body.include_usage), stream=bool(body.stream))
+    return TurnResponse(answer_events(services, turn), form(body, model), stream=bool(body.stream))
 
 
 async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:
@@ -89,10 +90,3 @@ def checked_model(named: str | None, settings: IngressSettings) -> str:
     if model not in settings.model_ids:
         raise model_not_found(model)
     return model
-
-
-def check_stops(body: GenerationRequest, settings: IngressSettings) -> None:
-    if len(body.stop) > settings.max_stop_strings:
-        raise bad_value("stop", f"at most {settings.max_stop_strings} stop strings are allowed")
-    if any(len(stop) > settings.max_stop_length for stop in body.stop):
-        raise bad_value("stop", f"a stop string may have at most {settings.max_stop_length} characters")

@@ -12,8 +12,9 @@ from serve_app.openai.answer import TurnResponse
 from serve_app.openai.chat import chat_prompt, conversation_opening
 from serve_app.openai.document import json_body
 from serve_app.openai.kept import Keeping, kept_events
+from serve_app.openai.limits import check_generation
 from serve_app.openai.protocol import parse
-from serve_app.openai.requests import check_stops, checked_model, identity_of, off_loop_if_large
+from serve_app.openai.requests import checked_model, identity_of, off_loop_if_large
 from serve_app.openai.responses_format import ResponseFormat
 from serve_app.openai.responses_protocol import ResponsesRequest
 from serve_app.openai.services import Services
@@ -34,7 +35,7 @@ def responses_router(services: Services) -> APIRouter:
         refuse_unserved_responses(content)
         body = parse(ResponsesRequest, content)
         model = checked_model(body.model, settings)
-        check_stops(body, settings)
+        check_generation(body, settings, services.prompts.tokenizer.vocab_size)
         record = record_of(request.scope)
         history = await _history(services, body, record.owner)
         own = tuple((message.role, message.content) for message in body.input)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serve_app.ingress.errors import ApiError
+from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
 from serve_app.openai.responses_protocol import ResponsesRequest
-from serve_app.openai.turns import CANCELLED, Finished, Usage
+from serve_app.openai.turns import CANCELLED, ChoiceEnd, Finished, Usage
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
 _STATUS = {"stop": COMPLETED, "length": INCOMPLETE, CANCELLED: CANCELLED}
@@ -42,14 +44,19 @@ class ResponseFormat:
             self._part_event("response.content_part.added", part=_text_part("")),
         ]
 
-    def piece(self, text: str) -> dict[str, object]:
-        self._pieces.append(text)
-        return self._part_event("response.output_text.delta", delta=text, logprobs=[])
+    def piece(self, piece: Piece) -> dict[str, object]:
+        self._pieces.append(piece.text)
+        return self._part_event("response.output_text.delta", delta=piece.text, logprobs=[])
+
+    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
+        """A response has one answer: its end is told in `closing`."""
+        return []
 
     def closing(self, finished: Finished) -> list[dict[str, object]]:
         text = "".join(self._pieces)
-        whole = self.whole(text, finished)
-        item = self._message(_item_status(_STATUS[finished.reason]), [_text_part(text)])
+        whole = self.whole([Piece(0, text)], finished)
+        (reason,) = finished.reasons
+        item = self._message(_item_status(_STATUS[reason]), [_text_part(text)])
         # The API has no event of its own for a response that was cancelled.
         last = "response.completed" if whole["status"] == COMPLETED else "response.incomplete"
         return [
@@ -64,11 +71,12 @@ class ResponseFormat:
         output = [self._message(INCOMPLETE, [_text_part("".join(self._pieces))])]
         return [self._event("response.failed", response=self._response(FAILED, output=output, error=said))]
 
-    def whole(self, text: str, finished: Finished) -> dict[str, object]:
-        status = _STATUS[finished.reason]
+    def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
+        (answer,), (reason,) = answers, finished.reasons
+        status = _STATUS[reason]
         return self._response(
             status,
-            output=[self._message(_item_status(status), [_text_part(text)])],
+            output=[self._message(_item_status(status), [_text_part(answer.text)])],
             usage=_usage(finished.usage),
             incomplete_details={"reason": "max_output_tokens"} if status == INCOMPLETE else None,
         )

@@ -1,14 +1,24 @@
-"""GET /v1/sessions, GET and DELETE /v1/sessions/{id}: the conversations that are resident for this key."""
+"""GET /v1/sessions, GET and DELETE /v1/sessions/{id}, POST /v1/sessions/{id}/fork: the conversations that are resident
+for this key."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from engine_actor.turns import SessionInfo
+from engine_actor.turns import ForkOutcome, SessionInfo
+from serve_app.ingress.body import read_json_object
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of
+from serve_app.openai.document import json_body
 from serve_app.openai.identity import checked_session_id, engine_owner
+from serve_app.openai.protocol import Strict, Text, parse
 from serve_app.openai.services import Services
+
+
+class ForkRequest(Strict):
+    """`session_id`: the name of the new session."""
+
+    session_id: Text
 
 
 def sessions_router(services: Services) -> APIRouter:
@@ -41,6 +51,22 @@ def sessions_router(services: Services) -> APIRouter:
         if not await services.client.close_session(owner(request, cache_salt), checked):
             raise _not_found()
         return {"id": checked, "object": "session.deleted", "deleted": True}
+
+    @router.post("/v1/sessions/{session_id:path}/fork", openapi_extra=json_body(ForkRequest))
+    async def fork(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
+        content, _ = await read_json_object(request, services.settings.max_body_bytes)
+        source = checked_session_id(session_id, "session_id", services.settings)
+        new = checked_session_id(parse(ForkRequest, content).session_id, "session_id", services.settings)
+        match await services.client.fork_session(owner(request, cache_salt), source, new):
+            case ForkOutcome.UNKNOWN:
+                raise _not_found()
+            case ForkOutcome.RUNNING:
+                message = "A turn of this session runs or waits; it can be forked when that has ended."
+                raise ApiError(409, message, param="session_id", code="session_running")
+            case ForkOutcome.EXISTS:
+                message = "A session of the new name exists already."
+                raise ApiError(409, message, param="session_id", code="session_exists")
+        return {"id": new, "object": "session.forked", "forked_from": source}
 
     return router
 

@@ -10,8 +10,8 @@ from pydantic import Field
 from serve_app.ingress.body import read_json_object
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.chat import chat_prompt
-from serve_app.openai.completions import check_token_ids
 from serve_app.openai.document import json_body
+from serve_app.openai.limits import check_token_ids
 from serve_app.openai.protocol import ChatMessage, Strict, Text, parse
 from serve_app.openai.requests import checked_model, off_loop_if_large
 from serve_app.openai.services import Services
@@ -66,7 +66,7 @@ def tokens_router(services: Services) -> APIRouter:
         content, size = await read_json_object(request, settings.max_body_bytes)
         body = parse(DetokenizeRequest, content)
         checked_model(body.model, settings)
-        check_token_ids(prompts, body.tokens, "tokens")
+        check_token_ids(body.tokens, prompts.tokenizer.vocab_size, "tokens")
         return {
             "prompt": await off_loop_if_large(size, lambda: prompts.tokenizer.decode(body.tokens, control_tokens=True))
         }

@@ -21,11 +21,11 @@ from engine_actor.turns import (
 )
 from serve_app.ingress.errors import SERVER_ERROR, ApiError, bad_value, context_length_exceeded, refusal
 from serve_app.ingress.settings import IngressSettings
+from serve_app.openai.choices import ChoiceText, Piece
 from serve_app.openai.identity import TurnIdentity, engine_owner
 from serve_app.openai.protocol import GenerationRequest
 from serve_app.openai.services import Services
 from serve_app.text.prompts import Prompt
-from serve_app.text.stream import AnswerText
 
 # Below this a temperature only overflows; the most likely token is what it means.
 _COLDEST = 1e-5
@@ -58,14 +58,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The last event of an answer; `reason` is OpenAI's finish_reason, or CANCELLED."""
+class ChoiceEnd:
+    """Nothing more comes of a choice; `reason` is OpenAI's finish_reason, or CANCELLED."""
 
+    choice: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of an answer: the reason of each choice, and the usage of all."""
+
+    reasons: tuple[str, ...]
     usage: Usage
 
 
-AnswerEvent = TurnAccepted | str | Finished
+AnswerEvent = TurnAccepted | Piece | ChoiceEnd | Finished
 CANCELLED = "cancelled"
 
 
@@ -120,6 +128,9 @@ def make_turn(
     if limit is not None:
         room = limit - length
         wanted = min(wanted, room) if wanted else room
+    least = body.min_tokens or 0
+    if wanted and least > wanted:
+        raise bad_value("min_tokens", f"this answer can have at most {wanted} tokens")
     request = TurnRequest(
         request_id=request_id,
         owner=engine_owner(tenant, body.cache_salt),
@@ -127,8 +138,12 @@ def make_turn(
         prompt_ids=prompt.ids,
         sampling=sampling,
         max_generated_tokens=wanted,
+        stop_token_ids=frozenset(body.stop_token_ids),
         ignore_eos=bool(body.ignore_eos),
         spans=prompt.spans,
+        min_generated_tokens=least,
+        logprobs=body.likeliest,
+        choices=body.choices,
     )
     return Turn(request, tenant, identity.routing_key, body.stop, prompt_param)
 
@@ -144,49 +159,103 @@ def sampling_of(body: GenerationRequest, settings: IngressSettings) -> SamplingP
         top_k=max(top_k, 0),  # -1 is another word for no limit
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         seed=seed % 2**64,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=(
+            defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+        ),
+        logit_bias=body.logit_bias,
     )
 
 
 async def answer_events(
     services: Services, turn: Turn, cancellation: Cancellation | None = None
 ) -> AsyncGenerator[AnswerEvent, None]:
-    """TurnAccepted, then pieces of text, then Finished. The turn is closed before Finished, however it ends.
+    """TurnAccepted, then pieces and ends of choices, then Finished. The turn is closed before the last choice's end and
+    Finished, however it ends.
 
     Raises ApiError: before TurnAccepted if no replica took the turn, after it if the engine could not go on.
     """
     cancellation = cancellation or Cancellation()
-    text = AnswerText(services.prompts.tokenizer, turn.stops)
+    answer = _Answer(services, turn)
     with services.slots.take(turn.tenant):
         # Closing it is part of the contract, though its type says no more than AsyncIterator.
         deltas = cast(
             AsyncGenerator[TurnDelta, None],
             services.client.stream_turn(turn.request, routing_key=turn.routing_key),
         )
-        finished: Finished | None = None
+        last: list[AnswerEvent] = []
         async with aclosing(deltas):
             accepted = await _accepted(deltas, turn, services.settings)
             yield accepted
-            while finished is None and (delta := await cancellation.next(deltas)) is not None:
-                if isinstance(delta, TurnTokens):
-                    if piece := text.push(delta.token_ids):
-                        yield piece
-                    if text.stopped:
-                        finished = Finished("stop", _usage(accepted, text.tokens))
-                elif isinstance(delta, TurnEnded):
-                    if delta.reason is EndReason.FAILED:
-                        raise _failed(delta.message)
-                    if piece := text.finish():
-                        yield piece
-                    finished = Finished(str(delta.reason), _usage(delta, delta.generated_tokens))
-                else:
-                    raise _failed("the engine broke the order of a turn")
-    if finished is None and cancellation.requested:
-        if piece := text.finish():
-            yield piece
-        finished = Finished(CANCELLED, _usage(accepted, text.tokens))
-    if finished is None:
+            while answer.open and (delta := await cancellation.next(deltas)) is not None:
+                events = answer.take(delta)
+                if not answer.open:
+                    last = events
+                    break
+                for event in events:
+                    yield event
+    if answer.open and cancellation.requested:
+        last = answer.cancel()
+    if answer.open:
         raise _failed("the engine went away")
-    yield finished
+    for event in last:
+        yield event
+    yield answer.finished(accepted)
+
+
+class _Answer:
+    """All choices of one turn, from the engine's deltas to what a client is told."""
+
+    def __init__(self, services: Services, turn: Turn) -> None:
+        request, tokenizer = turn.request, services.prompts.tokenizer
+        logprobs = request.logprobs is not None
+        self._texts = [ChoiceText(i, tokenizer, turn.stops, logprobs=logprobs) for i in range(request.choices)]
+        self._reasons: dict[int, str] = {}
+        self._generated = 0
+        self._counts: TurnEnded | None = None
+
+    @property
+    def open(self) -> bool:
+        return len(self._reasons) < len(self._texts)
+
+    def take(self, delta: TurnDelta) -> list[AnswerEvent]:
+        """Of a choice that has ended, by a stop string or by itself, nothing more is told: the engine can't cancel one
+        choice alone."""
+        if not isinstance(delta, TurnTokens | TurnEnded):
+            raise _failed("the engine broke the order of a turn")
+        text = self._texts[delta.choice]
+        if isinstance(delta, TurnEnded) and delta.choice == 0 and delta.reason is not EndReason.FAILED:
+            self._counts = delta
+        if delta.choice in self._reasons:
+            return []
+        if isinstance(delta, TurnTokens):
+            events: list[AnswerEvent] = [piece] if (piece := text.push(delta)) else []
+            return [*events, self._end(delta.choice, "stop", text.generated)] if text.stopped else events
+        if delta.reason is EndReason.FAILED:
+            raise _failed(delta.message)
+        events = [piece] if (piece := text.finish()) else []
+        return [*events, self._end(delta.choice, str(delta.reason), delta.generated_tokens)]
+
+    def cancel(self) -> list[AnswerEvent]:
+        """Ends what is open; the text so far is then the answer."""
+        events: list[AnswerEvent] = []
+        for choice, text in enumerate(self._texts):
+            if choice not in self._reasons:
+                events += [piece] if (piece := text.finish()) else []
+                events.append(self._end(choice, CANCELLED, text.generated))
+        return events
+
+    def finished(self, accepted: TurnAccepted) -> Finished:
+        counts = self._counts or accepted
+        usage = Usage(counts.prompt_tokens, counts.cached_tokens, self._generated)
+        return Finished(tuple(self._reasons[choice] for choice in range(len(self._texts))), usage)
+
+    def _end(self, choice: int, reason: str, generated: int) -> ChoiceEnd:
+        self._reasons[choice] = reason
+        self._generated += generated
+        return ChoiceEnd(choice, reason)
 
 
 async def _accepted(deltas: AsyncGenerator[TurnDelta, None], turn: Turn, settings: IngressSettings) -> TurnAccepted:
@@ -196,10 +265,6 @@ async def _accepted(deltas: AsyncGenerator[TurnDelta, None], turn: Turn, setting
     if not isinstance(first, TurnAccepted):
         raise _failed("the engine did not accept the turn")
     return first
-
-
-def _usage(counts: TurnAccepted | TurnEnded, completion_tokens: int) -> Usage:
-    return Usage(counts.prompt_tokens, counts.cached_tokens, completion_tokens)
 
 
 def _failed(message: str) -> ApiError:

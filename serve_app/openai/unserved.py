@@ -19,20 +19,11 @@ _NO_TOOL = ("none", "auto")
 
 # Name -> values that change nothing; null always is one.
 _COMMON: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "repetition_penalty": _ONE,
     "length_penalty": _ONE,
-    "logit_bias": _EMPTY,
-    "min_p": _ZERO,
-    "min_tokens": (0,),
     "typical_p": _ONE,
     "top_a": _ZERO,
     "response_format": _TEXT_FORMAT,
     "use_beam_search": _OFF,
-    "stop_token_ids": _EMPTY,
     "bad_words": _EMPTY,
     "allowed_token_ids": _EMPTY,
     "include_stop_str_in_output": _OFF,
@@ -52,8 +43,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "lora_path": (),
 }
 _CHAT = _COMMON | {
-    "logprobs": _OFF,
-    "top_logprobs": (0,),
     "tools": _EMPTY,
     "tool_choice": _NO_TOOL,
     "functions": _EMPTY,
@@ -70,10 +59,13 @@ _CHAT = _COMMON | {
     "continue_final_message": _OFF,
     "echo": _OFF,
 }
-_COMPLETION = _COMMON | {"logprobs": _OFF, "suffix": _EMPTY, "echo": _OFF}
+_COMPLETION = _COMMON | {"suffix": _EMPTY}
 
 
 _RESPONSES = _COMMON | {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": _OFF,
     "top_logprobs": (0,),
     "tools": _EMPTY,
     "tool_choice": _NO_TOOL,

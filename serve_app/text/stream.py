@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from serve_app.text.tokenizer import Tokenizer
@@ -31,6 +32,11 @@ class Detokenizer:
         if token_id in self._bytes.special:
             return ""
         return self._decoder.decode(self._bytes[token_id])
+
+    @property
+    def unfinished(self) -> bool:
+        """The first bytes of a character are here, and the others are not."""
+        return bool(self._decoder.getstate()[0])
 
 
 class StopMatcher:
@@ -72,14 +78,44 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class AnswerText:
-    """The text of one answer. `tokens` counts those that made it: all up to the one that completed a stop
-    string.
+class TokenPlaces:
+    """Where in the text each token stands, told when its text is out: all of it, or what a stop string left of it.
+
+    A token's characters are [start, end): those it added, and the one that its last bytes belong to. Tokens of which
+    nothing is shown because a stop string was there are never told; they are always the last ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._out: list[int] = []
+
+    def add(self, start: int, end: int) -> None:
+        self._waiting.append((start, end))
+
+    def settle(self, shown: int, *, last: bool = False) -> None:
+        """`shown` characters of the text are out. `last`: there will be no more."""
+        while self._waiting and self._waiting[0][1] <= shown:
+            self._out.append(self._waiting.popleft()[0])
+        if last:
+            self._out += [start for start, _ in self._waiting if start < shown]
+            self._waiting.clear()
+
+    def take(self) -> list[int]:
+        """The first character of each token whose text went out since the last call, in order."""
+        out, self._out = self._out, []
+        return out
+
+
+class AnswerText:
+    """The text of one answer. `tokens` counts those that made it: all up to the one that completed a stop
+    string. With `places` it also says which tokens the text so far belongs to.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), places: TokenPlaces | None = None) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(stops)
+        self._places = places
+        self._decoded = self._shown = 0  # characters
         self.tokens = 0
 
     @property
@@ -94,12 +130,26 @@ class AnswerText:
             if self.stopped:
                 break
             self.tokens += 1
-            pieces.append(self._matcher.push(self._detokenizer.push(token_id)))
+            text = self._detokenizer.push(token_id)
+            pieces.append(self._matcher.push(text))
+            if self._places is not None:
+                self._place(self._places, len(text), len(pieces[-1]))
         return "".join(pieces)
 
     def finish(self) -> str:
         """The last text, when the engine has ended the turn."""
-        return self._matcher.finish()
+        held = self._matcher.finish()
+        if self._places is not None:
+            # A last character that was never completed is no text, but its tokens were generated.
+            self._places.settle(self._decoded + 1, last=True)
+        return held
+
+    def _place(self, places: TokenPlaces, decoded: int, shown: int) -> None:
+        start = self._decoded
+        self._decoded += decoded
+        self._shown += shown
+        places.add(start, self._decoded + self._detokenizer.unfinished)
+        places.settle(self._shown, last=self.stopped)
 
 
 def text_digest(text: str) -> bytes:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
+from itertools import zip_longest
 
+from engine_actor.sampling.logprobs import TokenLogprob
 from engine_actor.turns import (
     EndReason,
+    ForkOutcome,
     SessionInfo,
     TurnAccepted,
     TurnDelta,
@@ -19,6 +22,12 @@ from engine_actor.turns import (
 
 REPLICA = "replica-1"
 CACHED = 3
+
+
+def logprob_of(token: int, count: int) -> TokenLogprob:
+    """The token itself is the likeliest, those of the next ids follow."""
+    logprob = -0.5 - token % 8 / 8
+    return TokenLogprob(token, logprob, tuple((token + i, logprob - i) for i in range(count)))
 
 
 class _Turn:
@@ -43,6 +52,7 @@ class ScriptedEngine:
     """Lives in the server's thread; tests set its fields before a request and read its records after it.
 
     reply        token ids of the answer; a turn's limit cuts them
+    replies      those of the choices, where they differ
     chunks       how many tokens each delta holds, over and over
     refusal      refuse every turn with this
     fail_at      raise `error` before this delta (0: before TurnAccepted)
@@ -55,6 +65,7 @@ class ScriptedEngine:
 
     def reset(self) -> None:
         self.reply: list[int] = []
+        self.replies: list[list[int]] | None = None
         self.chunks = [1]
         self.refusal: TurnRefused | None = None
         self.fail_at: int | None = None
@@ -72,6 +83,8 @@ class ScriptedEngine:
         self.tokens_sent = 0
         self.known_sessions: list[SessionInfo] = []
         self.session_calls: list[tuple[str, str]] = []
+        self.fork_calls: list[tuple[str, str, str]] = []
+        self.fork_outcome = ForkOutcome.FORKED
 
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
         return _Turn(self, self._turn(request, routing_key))
@@ -96,20 +109,28 @@ class ScriptedEngine:
     def _deltas(self, request: TurnRequest) -> list[TurnDelta]:
         if self.refusal is not None:
             return [self.refusal]
-        prompt = len(request.prompt_ids)
-        limit = request.max_generated_tokens or len(self.reply)
-        ids, reason = self.reply[:limit], EndReason.LENGTH if len(self.reply) > limit else EndReason.STOP
-        deltas: list[TurnDelta] = [TurnAccepted(REPLICA, prompt, CACHED)]
+        choices = [self._choice(request, choice) for choice in range(request.choices)]
+        # One delta of each choice in turn, as steps of an engine bring them.
+        mixed = [delta for step in zip_longest(*choices) for delta in step if delta is not None]
+        return [TurnAccepted(REPLICA, len(request.prompt_ids), CACHED), *mixed]
+
+    def _choice(self, request: TurnRequest, choice: int) -> list[TurnDelta]:
+        prompt, reply = len(request.prompt_ids), self.reply if self.replies is None else self.replies[choice]
+        limit = request.max_generated_tokens or len(reply)
+        ids, reason = reply[:limit], EndReason.LENGTH if len(reply) > limit else EndReason.STOP
+        deltas: list[TurnDelta] = []
         at = turn = 0
         while at < len(ids):
             size = self.chunks[turn % len(self.chunks)]
-            deltas.append(TurnTokens(tuple(ids[at : at + size])))
+            some = tuple(ids[at : at + size])
+            logprobs = () if request.logprobs is None else tuple(logprob_of(i, request.logprobs) for i in some)
+            deltas.append(TurnTokens(some, choice, logprobs))
             at, turn = at + size, turn + 1
         if self.vanish:
             return deltas
         if self.failed is not None:
-            return [*deltas, TurnEnded(EndReason.FAILED, prompt, CACHED, len(ids), self.failed)]
-        return [*deltas, TurnEnded(reason, prompt, CACHED, len(ids))]
+            return [*deltas, TurnEnded(EndReason.FAILED, prompt, CACHED, len(ids), self.failed, choice)]
+        return [*deltas, TurnEnded(reason, prompt, CACHED, len(ids), choice=choice)]
 
     async def sessions(self, owner: str) -> list[SessionInfo]:
         return [info for info in self.known_sessions if info.owner == owner]
@@ -117,6 +138,10 @@ class ScriptedEngine:
     async def close_session(self, owner: str, session_id: str) -> bool:
         self.session_calls.append((owner, session_id))
         return any((info.owner, info.session_id) == (owner, session_id) for info in self.known_sessions)
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        self.fork_calls.append((owner, session_id, new_session_id))
+        return self.fork_outcome
 
     async def ready(self) -> bool:
         return self.is_ready

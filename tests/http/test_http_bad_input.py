@@ -41,6 +41,26 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"stream": True, "stream_options": {"include_usage": v}}, "stream_options.include_usage")
       for v in ("yes", 1, [])],
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    *[({"n": v}, "n") for v in (0, -1, "1", True, 1.0, 9, 5_000_000, 2**31, HUGE, NAN, [], {})],
+    *[({"best_of": v}, "best_of") for v in (0, 2, "1", True, HUGE, [])],
+    ({"n": 3, "best_of": 2}, "best_of"),
+    *[({"presence_penalty": v}, "presence_penalty") for v in ("0", False, -2.001, 2.1, NAN, INFINITY, HUGE, [], {})],
+    *[({"frequency_penalty": v}, "frequency_penalty") for v in ("0", True, -2.001, 3, NAN, -INFINITY, -HUGE, [])],
+    *[({"repetition_penalty": v}, "repetition_penalty") for v in
+      ("1", True, 0, -1, 1e-320, 0.009, 100.1, NAN, INFINITY, HUGE, [])],
+    *[({"min_p": v}, "min_p") for v in ("0", True, -0.1, 1.1, NAN, INFINITY, HUGE, [])],
+    *[({"min_tokens": v}, "min_tokens") for v in ("1", True, 1.0, -1, 2**31, HUGE, NAN, [], 513)],
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    *[({"logit_bias": v}, "logit_bias") for v in
+      ("x", [], 5, True, {"a": 1}, {"": 1}, {"-1": 1}, {"1.0": 1}, {" 5": 1}, {"05": 1}, {"\u0665": 1}, {"5\n": 1},
+       {"49152": 1}, {"99999999": 1}, {"9" * 5000: 1}, {"\ud800": 1}, {"5": "1"}, {"5": True}, {"5": None}, {"5": [1]},
+       {"5": NAN}, {"5": INFINITY}, {"5": 100.1}, {"5": -101}, {"5": HUGE}, {str(i): 1 for i in range(1025)})],
+    *[({"stop_token_ids": v}, "stop_token_ids") for v in
+      ("x", 5, True, {}, ["5"], [True], [1.0], [None], [[5]], [-1], [49152], [2**63], [HUGE], [NAN], [5] * 257)],
+    *[({"logprobs": v}, "logprobs") for v in (1, 0, "true", [], 5.0)],
+    *[({"logprobs": True, "top_logprobs": v}, "top_logprobs") for v in
+      (-1, 21, 10**9, HUGE, "5", True, 5.0, NAN, [], {})],
+    ({"top_logprobs": 5}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
     *[({"ignore_eos": v}, "ignore_eos") for v in ("true", 1, [])],
     *[({"user": v}, "user") for v in (5, True, [], {}, "x" * 4097, "\ud800")],
     *[({"session_id": v}, "session_id") for v in
@@ -67,18 +87,14 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
 
 # Things that the API knows and that are not served: said by name, never ignored.
 NOT_SERVED: list[tuple[str, Any]] = [
-    *[("n", v) for v in (2, 0, -1, "1", True, 1.0, 5_000_000, HUGE, [])],
-    *[("presence_penalty", v) for v in (0.5, -2, "0", NAN, False)],
-    ("frequency_penalty", 1), ("repetition_penalty", 1.1), ("repetition_penalty", 0), ("length_penalty", 2),
-    ("logit_bias", {"5": 100}), ("logit_bias", {"99999999": 1}), ("logit_bias", "x"),
-    ("logprobs", True), ("logprobs", 1), ("top_logprobs", 5), ("top_logprobs", 10**9),
+    ("length_penalty", 2),
     ("tools", [{"type": "function"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {}),
     ("functions", [{}]), ("function_call", {"name": "f"}),
     ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}),
-    ("response_format", "json"), ("min_p", 0.1), ("min_tokens", 3), ("best_of", 2), ("use_beam_search", True),
+    ("response_format", "json"), ("use_beam_search", True),
     ("modalities", ["text", "audio"]), ("audio", {}), ("prediction", {}), ("store", True), ("echo", True),
     ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}), ("continue_final_message", True),
-    ("add_generation_prompt", False), ("stop_token_ids", [5]), ("bad_words", ["x"]),
+    ("add_generation_prompt", False), ("bad_words", ["x"]),
     ("guided_json", {}), ("structured_outputs", {}), ("skip_special_tokens", False), ("prompt_logprobs", 1),
     ("include_stop_str_in_output", True), ("documents", [{}]), ("web_search_options", {}),
 ]  # fmt: skip
@@ -87,8 +103,11 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"prompt": v}, "prompt") for v in
       (None, "", [], 5, True, {}, ["a", "b"], [[1], [2]], [""], [[]], [1, "a"], [True], [1.0], [None], [-1], [49152],
        [2**63], [HUGE], [NAN], "\ud800", ["\udc00"], [["a"]], [[[1]]], [{}])],
-    ({"suffix": "x"}, "suffix"), ({"echo": True}, "echo"), ({"best_of": 3}, "best_of"), ({"logprobs": 0}, "logprobs"),
-    ({"logprobs": 5}, "logprobs"), ({"n": 2}, "n"), ({"temperature": "1"}, "temperature"),
+    ({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"n": 9}, "n"), ({"n": 0}, "n"),
+    *[({"echo": v}, "echo") for v in ("true", 1, [])],
+    *[({"echo": True, "logprobs": v}, "echo") for v in (0, 5)],
+    *[({"logprobs": v}, "logprobs") for v in (-1, 21, 10**9, HUGE, True, False, "5", 1.0, NAN, [])],
+    ({"temperature": "1"}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
 ]  # fmt: skip
 
@@ -116,6 +135,8 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
       (5, "x", [], {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)})],
     *[({"metadata": {"a": v}}, "metadata.a") for v in (5, None, True, [], {}, "\ud800")],
     *[({"temperature": v}, "temperature") for v in ("1", True, NAN, INFINITY, -0.1, 2.1, HUGE)],
+    ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"49152": 1}}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"min_tokens": 2, "max_output_tokens": 1}, "min_tokens"),
     *[({"top_p": v}, "top_p") for v in ("1", NAN, 0, 1.1)],
     *[({"stream": v}, "stream") for v in ("true", 1, [])],
     *[({"user": v}, "user") for v in (5, "x" * 4097)],
@@ -136,7 +157,7 @@ RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
     ("stream_options", {"include_obfuscation": True}), ("stream_options", {"include_usage": True}),
     ("context_management", [{"type": "compaction"}]), ("moderation", {}), ("chat_template", "{{ 1 }}"),
     ("chat_template_kwargs", {"a": 1}), ("messages", []), ("max_tokens", 5), ("max_completion_tokens", 5),
-    ("presence_penalty", 1), ("logit_bias", {"5": 1}), ("response_format", {"type": "json_object"}),
+    ("best_of", 2), ("logprobs", True), ("response_format", {"type": "json_object"}),
 ]  # fmt: skip
 
 RESPONSES_DEFAULTS: list[tuple[str, Any]] = [
@@ -315,7 +336,7 @@ def test_any_content_type_will_do(server: Server) -> None:
 
 FIELDS = [
     *ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields,
-    "n", "logit_bias", "tools", "response_format", "text", "reasoning", "prompt", "tokens",
+    "tools", "response_format", "text", "reasoning", "prompt", "tokens",
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),

@@ -18,7 +18,7 @@ def test_every_path_and_every_body_is_described(server: Server) -> None:
     assert set(paths) == {
         CHAT, COMPLETIONS, RESPONSES, f"{RESPONSES}/{{response_id}}", f"{RESPONSES}/{{response_id}}/cancel",
         "/v1/models", "/v1/models/{model}", "/v1/sessions", "/v1/sessions/{session_id}",
-        "/tokenize", "/detokenize", "/health", "/ready",
+        "/v1/sessions/{session_id}/fork", "/tokenize", "/detokenize", "/health", "/ready",
     }  # fmt: skip
     for path, model in ((CHAT, ChatRequest), (RESPONSES, ResponsesRequest)):
         body = paths[path]["post"]["requestBody"]
@@ -30,8 +30,10 @@ def test_every_path_and_every_body_is_described(server: Server) -> None:
     assert "$defs" not in str(paths)
 
 
+FORK = "/v1/sessions/{session_id}/fork"
+
 # With a body there is much that does not fit the document; a path's only parameter is any text.
-BODIES = [("POST", path) for path in (CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize")]
+BODIES = [("POST", path) for path in (CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize", FORK)]
 OTHERS = [
     ("GET", f"{RESPONSES}/{{response_id}}"), ("DELETE", f"{RESPONSES}/{{response_id}}"),
     ("POST", f"{RESPONSES}/{{response_id}}/cancel"), ("GET", "/v1/models/{model}"), ("GET", "/v1/sessions"),

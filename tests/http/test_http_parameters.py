@@ -41,6 +41,39 @@ def test_null_is_absent(server: Server) -> None:
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
 
 
+def test_penalties_and_biases_arrive(server: Server) -> None:
+    given = {"min_p": 0.1, "presence_penalty": -2, "frequency_penalty": 1.5, "repetition_penalty": 1.1}
+    params = sampling(server, **given, logit_bias={"0": -100, "49151": 2.5}, seed=1, temperature=0)
+    assert params == SamplingParams(seed=1, **given, logit_bias=((0, -100.0), (49151, 2.5)))
+    assert server.respond(**given, store=False).status_code == 200
+    assert server.engine.requests[-1].sampling.frequency_penalty == 1.5
+
+
+def test_what_says_nothing_of_penalties_leaves_the_models_own(server: Server, start_server: StartServer) -> None:
+    nothing = {"n": 1, "best_of": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "stop_token_ids": []}
+    params = sampling(server, **nothing, presence_penalty=0, frequency_penalty=0.0, min_tokens=0, seed=1)
+    assert params == SamplingParams(temperature=1.0, seed=1)
+    request = server.engine.requests[-1]
+    assert (request.choices, request.logprobs, request.min_generated_tokens) == (1, None, 0)
+    penalising = start_server(sampling={"repetition_penalty": 1.05, "min_p": 0.05})
+    assert sampling(penalising, seed=1) == SamplingParams(1.0, seed=1, repetition_penalty=1.05, min_p=0.05)
+    assert sampling(penalising, seed=1, repetition_penalty=1, min_p=0) == SamplingParams(1.0, seed=1)
+
+
+def test_what_ends_a_turn_arrives(server: Server) -> None:
+    assert server.chat(stop_token_ids=[5, 0, 5], min_tokens=3, max_tokens=3).status_code == 200
+    request = server.engine.requests[-1]
+    assert (request.stop_token_ids, request.min_generated_tokens) == (frozenset({0, 5}), 3)
+
+
+def test_limits_are_the_settings(start_server: StartServer) -> None:
+    server = start_server(max_choices=2, max_top_logprobs=1)
+    assert server.chat(n=2, logprobs=True, top_logprobs=1).status_code == 200
+    assert server.complete(n=2, logprobs=1).status_code == 200
+    refused = [server.chat(n=3), server.chat(logprobs=True, top_logprobs=2), server.complete(logprobs=2)]
+    assert [r.json()["error"]["param"] for r in refused] == ["n", "top_logprobs", "logprobs"]
+
+
 def test_a_seed_is_drawn_where_none_is_given(server: Server) -> None:
     assert len({sampling(server).seed for _ in range(5)}) == 5
 
@@ -102,15 +135,13 @@ def test_unknown_names_are_ignored(server: Server) -> None:
 
 def test_names_that_are_not_served_may_have_their_default(server: Server) -> None:
     neutral: dict[str, Any] = {
-        "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
-        "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "functions": [], "min_p": 0.0,
-        "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1, "store": False,
-        "parallel_tool_calls": True, "skip_special_tokens": True, "stop_token_ids": [], "min_tokens": 0,
+        "length_penalty": 1.0, "tools": [], "tool_choice": "auto", "functions": [],
+        "response_format": {"type": "text"}, "modalities": ["text"], "store": False,
+        "parallel_tool_calls": True, "skip_special_tokens": True,
     }  # fmt: skip
     assert server.chat(**neutral).status_code == 200
     assert server.chat(tool_choice="none").status_code == 200
-    neutral = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": None, "presence_penalty": 0}
-    assert server.complete(**neutral).status_code == 200
+    assert server.complete(suffix="").status_code == 200
 
 
 def test_messages_become_the_models_prompt(server: Server) -> None:

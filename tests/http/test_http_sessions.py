@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from http_harness import Server, StartServer, error_of
 
-from engine_actor.turns import SessionInfo
+from engine_actor.turns import ForkOutcome, SessionInfo
 
 
 def session(server: Server, headers: dict[str, str] | None = None, **fields: Any) -> str | None:
@@ -143,3 +144,35 @@ def test_an_id_that_no_session_can_have_is_refused(server: Server, path: str) ->
     assert response.status_code == 400
     assert error_of(response)["param"] == "session_id"
     assert server.engine.session_calls == []
+
+
+def test_a_session_is_forked(server: Server) -> None:
+    response = server.client.post("/v1/sessions/a%2Fb%20%C3%A9/fork", json={"session_id": "c"})
+    assert response.json() == {"id": "c", "object": "session.forked", "forked_from": "a/b é"}
+    assert server.engine.fork_calls == [("public", "a/b é", "c")]
+    server.client.post("/v1/sessions/a/fork?cache_salt=x", json={"session_id": "c"})
+    assert server.engine.fork_calls[-1][0] != "public"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "code"),
+    [
+        (ForkOutcome.UNKNOWN, 404, "session_not_found"),
+        (ForkOutcome.RUNNING, 409, "session_running"),
+        (ForkOutcome.EXISTS, 409, "session_exists"),
+    ],
+)
+def test_a_session_that_can_not_be_forked(server: Server, outcome: ForkOutcome, status: int, code: str) -> None:
+    server.engine.fork_outcome = outcome
+    response = server.client.post("/v1/sessions/a/fork", json={"session_id": "b"})
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("value", [None, 5, True, [], {}, "", "a\nb", "x" * 257, "\ud800", "\x00"])
+def test_a_bad_name_of_a_fork_is_refused(server: Server, value: Any) -> None:
+    body = json.dumps({"session_id": value}).encode()
+    for path, content in (("a", body), ("a", b"{}"), ("a%00", b'{"session_id": "b"}'), ("a", b"[]")):
+        response = server.client.post(f"/v1/sessions/{path}/fork", content=content)
+        assert response.status_code == 400
+        assert error_of(response)["param"] in ("session_id", None)
+    assert server.engine.fork_calls == []

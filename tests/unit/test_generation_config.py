@@ -16,8 +16,18 @@ def folder(path: Path, content: Any) -> Path:
 
 
 def test_a_models_own_values_are_taken_and_others_left_alone(tmp_path: Path) -> None:
-    content = {"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2], "do_sample": True, "unknown": {}}
-    assert sampling_defaults(folder(tmp_path, content)) == SamplingDefaults(temperature=0.6, top_p=1.0, top_k=20)
+    content = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+        "min_p": 0.1,
+        "eos_token_id": [1, 2],
+        "do_sample": True,
+        "unknown": {},
+    }
+    assert sampling_defaults(folder(tmp_path, content)) == SamplingDefaults(
+        temperature=0.6, top_p=1.0, top_k=20, repetition_penalty=1.05, min_p=0.1
+    )
 
 
 @pytest.mark.parametrize("content", [{}, {"temperature": None, "top_k": None}, {"top_k": -1}])
@@ -38,6 +48,8 @@ def test_models_without_the_file_have_the_apis_defaults(tmp_path: Path) -> None:
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
         ({"temperature": "hot"}, "temperature"),
         ("{", "readable JSON"),
         ("[]", "JSON object"),

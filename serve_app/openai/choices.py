@@ -1,0 +1,72 @@
+"""One answer of a turn as it grows: its text, and what is told of its tokens when their text is out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_actor.sampling.logprobs import TokenLogprob
+from engine_actor.turns import TurnTokens
+from serve_app.text.stream import AnswerText, TokenPlaces
+from serve_app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token of an answer, and where in the answer's text it begins, in characters."""
+
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next text of one choice, or all of it. `tokens` are those whose text is out with it, if they were asked
+    for; a character that is spread over tokens, or text that was held back, lets them come later than its beginning."""
+
+    choice: int
+    text: str
+    tokens: tuple[PlacedToken, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.tokens)
+
+
+class ChoiceText:
+    """Tokens of one choice in, pieces out. `generated` counts the tokens that made the answer."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str], *, logprobs: bool) -> None:
+        self._index = index
+        self._places = TokenPlaces() if logprobs else None
+        self._text = AnswerText(tokenizer, stops, self._places)
+        self._logprobs: deque[TokenLogprob] = deque()
+
+    @property
+    def stopped(self) -> bool:
+        return self._text.stopped
+
+    @property
+    def generated(self) -> int:
+        return self._text.tokens
+
+    def push(self, tokens: TurnTokens) -> Piece:
+        self._logprobs.extend(tokens.logprobs)
+        return self._piece(self._text.push(tokens.token_ids))
+
+    def finish(self) -> Piece:
+        return self._piece(self._text.finish())
+
+    def _piece(self, text: str) -> Piece:
+        offsets = self._places.take() if self._places is not None else ()
+        return Piece(self._index, text, tuple(PlacedToken(self._logprobs.popleft(), at) for at in offsets))
+
+
+def joined(pieces: Sequence[Piece], choices: int) -> list[Piece]:
+    """The whole of each choice."""
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    tokens: list[list[PlacedToken]] = [[] for _ in range(choices)]
+    for piece in pieces:
+        texts[piece.choice].append(piece.text)
+        tokens[piece.choice] += piece.tokens
+    return [Piece(i, "".join(texts[i]), tuple(tokens[i])) for i in range(choices)]
