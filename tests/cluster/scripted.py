@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -108,3 +109,14 @@ class ScriptedEngine(EngineDeployment):
 
     async def state(self) -> dict[str, Any]:
         return {"replica": self._replica, "seen": self._scripted.seen, "open": self._scripted.open}
+
+
+class MeasuredEngine(EngineDeployment):
+    """The real one, with a look inside."""
+
+    async def resident_bytes(self) -> int:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    async def check_integrity(self) -> None:
+        await self._actor.check_integrity()
