@@ -23,6 +23,7 @@ from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.engine import Engine
 from engine_actor.errors import EngineUnhealthy
 from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
+from engine_actor.memory.window_ring import ring_blocks
 from engine_actor.options import EngineConfig
 from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Snapshot, Turn
 from engine_actor.sessions import Detokenize, SessionTable
@@ -151,6 +152,9 @@ class EngineActor:
         residents = options.max_sessions + options.max_batch_size
         block_bytes = manifest.paged.block_bytes(options.block_size)
         reserved = manifest.state_bytes * (state_slots_for(residents, options.max_batch_size) + 1)
+        if manifest.windowed is not None:
+            ring = ring_blocks(options.chunk_size, manifest.windowed.window, options.block_size)
+            reserved += manifest.windowed.block_bytes(options.block_size) * (ring * residents + 1)
         pool = size_pool(
             options.kv_memory, loaded.free_bytes, options.block_size, block_bytes, context, residents, reserved
         )

@@ -56,6 +56,9 @@ class Engine:
         self._eos = manifest.eos_token_ids
         if manifest.state_bytes and manifest.max_draft_tokens:
             raise InvalidOption("max_draft_tokens", manifest.max_draft_tokens, "0: a state has no earlier position")
+        windowed = manifest.windowed
+        if windowed is not None and not config.chunk_size:
+            raise InvalidOption("chunk_size", 0, "at least 1: window rings are made for steps of this length")
         state_slots = state_slots_for(config.residents, config.max_batch_size) if manifest.state_bytes else 0
         self._cache = CacheManager(
             config.num_blocks,
@@ -66,6 +69,8 @@ class Engine:
             prefix_reuse=config.prefix_reuse,
             max_columns=config.table_columns(self.max_length) if config.graph_capture else None,
             state_slots=state_slots,
+            window=0 if windowed is None else windowed.window,
+            query_cap=min(config.chunk_size, self.max_length),
         )
         self._events = EventQueue()
         self._lifecycle = Lifecycle(
@@ -77,7 +82,10 @@ class Engine:
         self._transaction_id = 0
         decoder.allocate(
             PoolGeometry(
-                config.num_blocks + config.first_block_id, config.block_size, state_slots + 1 if state_slots else 0
+                config.num_blocks + config.first_block_id,
+                config.block_size,
+                state_slots + 1 if state_slots else 0,
+                0 if self._cache.windows is None else self._cache.windows.pool.num_ids,
             )
         )
 

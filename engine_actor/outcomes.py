@@ -24,6 +24,7 @@ class DeferralReason(StrEnum):
     RESIDENTS = "residents"  # max_residents requests own memory already
     BLOCKS = "blocks"  # free blocks
     STATES = "states"  # a free state slot
+    WINDOWS = "windows"  # a free window ring
     TURN = "turn"  # an overtaken prompt goes first
 
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_actor.errors import InvalidOption
+
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -31,6 +33,14 @@ class PagedState:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedState(PagedState):
+    """Keys and values of layers that see only the last `window` positions, the query's own included. They live in rings
+    of blocks (`engine_actor.memory.window_ring`), addressed through `PackedStep.windowed_table`."""
+
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderManifest:
     """What the engine must know of a model; it never asks for the model's name (F002).
 
@@ -40,6 +50,8 @@ class DecoderManifest:
     max_draft_tokens  drafts of one proposal that a step may verify; 0: none. A decoder that declares more returns the
                       logits of any packed token, not only of a row's last one (F295)
     state_bytes       of one slot of recurrent and convolutional states over all layers; 0: the model has none
+    windowed          layers that keep a ring instead of the whole sequence; None: no such layers. At least one layer
+                      keeps the whole sequence (F011)
     """
 
     vocab_size: int
@@ -48,16 +60,31 @@ class DecoderManifest:
     paged: PagedState
     max_draft_tokens: int = 0
     state_bytes: int = 0
+    windowed: WindowedState | None = None
+
+    def __post_init__(self) -> None:
+        windowed = self.windowed
+        if windowed is None:
+            return
+        if windowed.window < 1:
+            raise InvalidOption("windowed.window", windowed.window, "at least 1")
+        if not self.paged.layers:
+            raise InvalidOption("paged.layers", (), "at least one layer that keeps the whole sequence")
+        known = [*self.paged.layers, *windowed.layers]
+        if not windowed.layers or min(known) < 0 or len(set(known)) != len(known):
+            raise InvalidOption("windowed.layers", windowed.layers, "layers of the model that no other group has")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
     """The pools a decoder allocates, once. `num_blocks` counts the null block 0 where the engine keeps one;
-    `state_slots` counts slot 0, which is never written: it stands for a state of zeros."""
+    `state_slots` counts slot 0, which is never written: it stands for a state of zeros. `window_blocks` are those of
+    all rings, with their own null block."""
 
     num_blocks: int
     block_size: int
     state_slots: int = 0
+    window_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +101,8 @@ class PackedStep:
     block_copies                 (source, destination) pairs, copied in all layers before anything else of this step
     state_slots                  [rows, 2]        slot to read (0: start from zeros), slot to write; None: no states. No
                                                   slot is read by one row and written by another
+    windowed_table               [rows, columns]  as block_table for windowed layers: the row's ring over and over, so
+                                                  without padding (F225); None: no such layers
     """
 
     input_ids: Int64
@@ -85,6 +114,7 @@ class PackedStep:
     logits_rows: Int64
     block_copies: tuple[tuple[int, int], ...] = field(default=())
     state_slots: Int32 | None = None
+    windowed_table: Int32 | None = None
 
 
 class Decoder(Protocol):

@@ -87,15 +87,25 @@ class StepPacker:
         tables = [reserved.table for reserved in reservation.rows]
         indices = [self._mirror.sync(row.record.id, table) for row, table in zip(rows, tables, strict=True)]
         longest = int((past + counts).max())
+        columns = max(len(table.blocks) for table in tables)
         states = reservation.state_slots
         return PackedStep(
             input_ids=np.array(input_ids, np.int64),
             position_ids=positions,
             cumulative_sequence_lengths=cumulative,
             past_sequence_lengths=past,
-            block_table=self._mirror.gather(indices, max(len(table.blocks) for table in tables)),
+            block_table=self._mirror.gather(indices, columns),
             attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
             logits_rows=np.array([index for row in rows if row.samples for index in row.logits_rows], np.int64),
             block_copies=reservation.copies,
             state_slots=None if states is None else np.array(states, np.int32),
+            windowed_table=self._windowed_table(plan, columns),
         )
+
+    def _windowed_table(self, plan: StepPlan, columns: int) -> Int32 | None:
+        """Column j of a row is block j mod R of its ring; as wide as the block table."""
+        windows = self._cache.windows
+        if windows is None:
+            return None
+        rings = np.array([windows.blocks(row.record.id) for row in plan.rows], np.int32)
+        return rings[:, np.arange(columns) % windows.ring_size]

@@ -1,4 +1,4 @@
-"""All memory of the engine behind one door: paged blocks, the prefix index that shares them, and state slots.
+"""All memory of the engine behind one door: paged blocks, the prefix index that shares them, state slots, window rings.
 
 The scheduler asks what fits, the engine reserves and publishes, the request's life removes and rewinds. Order of
 giving up memory: idle blocks of the index here, dormant sessions by whoever owns them, then preemption by the engine.
@@ -7,6 +7,7 @@ giving up memory: idle blocks of the index here, dormant sessions by whoever own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from engine_actor.errors import ContractViolation
@@ -17,6 +18,7 @@ from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.prefix_index import NO_MATCH, PrefixIndex, PrefixMatch
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.step_reservation import StepReservation
+from engine_actor.memory.window_ring import WindowRings, ring_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class CacheStats:
 
 class CacheManager:
     """num_blocks usable blocks of block_size positions; at most max_residents tables, of max_columns blocks each.
-    state_slots: usable slots for fixed states; 0: the model has none. With states nothing is shared by prefix: a hit
-    would need the state at its end."""
+    state_slots: usable slots for fixed states; 0: the model has none. window, query_cap: of layers that see the last
+    `window` positions, in steps of at most `query_cap` tokens a row; 0: no such layers. With either nothing is shared
+    by prefix: a hit would need the state, or the window, at its end."""
 
     def __init__(
         self,
@@ -45,13 +48,23 @@ class CacheManager:
         prefix_reuse: bool = True,
         max_columns: int | None = None,
         state_slots: int = 0,
+        window: int = 0,
+        query_cap: int = 0,
+        rings: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.max_residents = max_residents
         self.max_columns = max_columns
         self.pool = BlockPool(num_blocks + first_block_id, first_block_id, block_order)
         self.states = FixedStates(BlockPool(state_slots + 1, 1, block_order)) if state_slots else None
-        self.index = PrefixIndex(self.pool, block_size) if prefix_reuse and self.states is None else None
+        self.windows: WindowRings | None = None
+        if window:
+            # One ring for each resident, unless said otherwise.
+            blocks = (max_residents if rings is None else rings) * ring_blocks(query_cap, window, block_size)
+            ring_pool = BlockPool(blocks + first_block_id, first_block_id, block_order)
+            self.windows = WindowRings(ring_pool, window, query_cap, block_size)
+        shares = prefix_reuse and self.states is None and self.windows is None
+        self.index = PrefixIndex(self.pool, block_size) if shares else None
         make_room = (lambda _: None) if self.index is None else self.index.make_room
         self.paged = PagedCache(self.pool, block_size, make_room)
 
@@ -92,6 +105,11 @@ class CacheManager:
         return None if self.states is None else self.states.available
 
     @property
+    def available_rings(self) -> int | None:
+        """New requests that a step could give a window ring; None where the model has no windows."""
+        return None if self.windows is None else self.windows.available
+
+    @property
     def resident_count(self) -> int:
         return self.paged.resident_count
 
@@ -103,13 +121,15 @@ class CacheManager:
 
     def reserve(self, demands: Sequence[RowDemand]) -> StepReservation:
         """Takes all memory of a step, or raises and changes nothing."""
-        paged = self.paged.reserve(demands)
-        try:
+        with ExitStack() as undo:
+            paged = self.paged.reserve(demands)
+            undo.callback(paged.release)
             states = None if self.states is None else self.states.reserve(demands)
-        except BaseException:
-            paged.release()
-            raise
-        return StepReservation(paged, states)
+            if states is not None:
+                undo.callback(states.release)
+            windows = None if self.windows is None else self.windows.reserve(demands)
+            undo.pop_all()
+        return StepReservation(paged, states, windows)
 
     def index_full_blocks(self, request_id: int, salt: bytes, tokens: Sequence[int], before: int) -> None:
         """Offers the blocks that became full since `before` positions were valid to the prefix index."""
@@ -124,12 +144,19 @@ class CacheManager:
         self.paged.remove(request_id)
         if self.states is not None:
             self.states.remove(request_id)
+        if self.windows is not None:
+            self.windows.remove(request_id)
 
     def truncate(self, request_id: int, positions: int) -> int:
         """Keeps at most `positions` valid positions and returns how many stay valid. Of a model with a state that is
-        all of them or, since there is no state at an earlier position, none: the request is then no resident."""
+        all of them or, since there is no state at an earlier position, none: the request is then no resident. So it is
+        of one with windows where a ring has moved on past what is seen from there."""
         if self.states is None:
-            return self.paged.truncate(request_id, positions)
+            kept = self.paged.truncate(request_id, positions)
+            if self.windows is not None and not self.windows.holds(request_id, kept):
+                self.remove(request_id)
+                return 0
+            return kept
         table = self.paged.table(request_id)
         assert table is not None
         if positions >= table.committed:
@@ -139,7 +166,10 @@ class CacheManager:
 
     def fork(self, parent_id: int, child_id: int, positions: int) -> int:
         """The child shares the parent's first `positions`, as far as that is possible; returns how many are valid for
-        it. A model with a state shares all that the parent has or nothing (0: the child is no resident)."""
+        it. A model with a state shares all that the parent has or nothing (0: the child is no resident), one with
+        windows nothing."""
+        if self.windows is not None:
+            return 0
         if self.states is not None:
             table = self.paged.table(parent_id)
             assert table is not None
@@ -155,5 +185,10 @@ class CacheManager:
             paged = {name: table.committed for name, table in self.paged.tables()}
             if paged != self.states.owners():
                 raise ContractViolation(f"blocks are valid up to {paged}, states up to {self.states.owners()}")
+        if self.windows is not None:
+            self.windows.check_integrity()
+            residents = set(self.paged.residents())
+            if residents != self.windows.owners():
+                raise ContractViolation(f"{sorted(residents)} own blocks, {sorted(self.windows.owners())} own rings")
         if self.index is not None:
             self.index.check_integrity()

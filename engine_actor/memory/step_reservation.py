@@ -1,19 +1,22 @@
-"""The memory of one step over all kinds: blocks, and where the model has them, state slots. They end together."""
+"""The memory of one step over all kinds: blocks and, where the model has them, state slots and rings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from engine_actor.memory.fixed_state import StateReservation
 from engine_actor.memory.reservation import Reservation, RowReservation
+from engine_actor.memory.window_ring import WindowReservation
 
 
 class StepReservation:
     """Made by CacheManager.reserve. Rows are in the order of the plan."""
 
-    def __init__(self, paged: Reservation, states: StateReservation | None) -> None:
+    def __init__(self, paged: Reservation, states: StateReservation | None, windows: WindowReservation | None) -> None:
         self._paged = paged
         self._states = states
+        self._others = [part for part in (states, windows) if part is not None]
 
     @property
     def rows(self) -> list[RowReservation]:
@@ -32,26 +35,24 @@ class StepReservation:
     def validate(self, committed: Sequence[int]) -> None:
         """Proves that `commit(committed)` will succeed in every kind of memory; changes nothing."""
         self._paged.validate(committed)
-        if self._states is not None:
-            self._states.validate(committed)
+        for part in self._others:
+            part.validate(committed)
 
     def commit(self, committed: Sequence[int]) -> None:
         """Publishes every kind at the same boundary (F221), after one last proof of all of them."""
         self.validate(committed)
         self._paged.commit(committed)
-        if self._states is not None:
-            self._states.commit()
+        for part in self._others:
+            part.commit()
 
     def release(self) -> None:
         """Gives everything back; every kind is tried even if another fails."""
-        try:
-            if self._states is not None:
-                self._states.release()
-        finally:
-            self._paged.release()
+        with ExitStack() as stack:
+            for part in (self._paged, *self._others):
+                stack.callback(part.release)
 
     def abandon(self) -> None:
         """As Reservation.abandon, for every kind."""
         self._paged.abandon()
-        if self._states is not None:
-            self._states.abandon()
+        for part in self._others:
+            part.abandon()

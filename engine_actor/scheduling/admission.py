@@ -35,8 +35,9 @@ class Admission:
         self._longest = cache.longest
         self._rows_left = row_limit
         self._residents_left = cache.max_residents - cache.resident_count
-        slots = cache.available_slots
+        slots, rings = cache.available_slots, cache.available_rings
         self._slots_left = UNBOUNDED if slots is None else slots
+        self._rings_left = UNBOUNDED if rings is None else rings
         self._max_overtakes = max_overtakes
         self._overtakes_left = UNBOUNDED  # the fewest that a blocked candidate met so far has left
         self._running = running
@@ -69,6 +70,9 @@ class Admission:
         if self._residents_left < 1:
             self.selection.deferrals.append(Deferral(record.id, DeferralReason.RESIDENTS, missing_slots=1))
             return
+        if self._rings_left < 1:
+            self.defer(record, DeferralReason.WINDOWS)
+            return
         adopted = self._match(record)
         cost = self._cache.cost_of_new(whole, adopted)
         # A preempted request comes back only where the running ones can grow beside it, else it would be preempted
@@ -80,6 +84,7 @@ class Admission:
         start = len(adopted) * self._cache.block_size
         self._take(record, RowDemand(record.id, True, start, start + 1, whole, adopted), cost)
         self._residents_left -= 1
+        self._rings_left -= 1
         self._overtakes_left -= 1
 
     def _take(self, record: RequestRecord, demand: RowDemand, cost: int) -> None:

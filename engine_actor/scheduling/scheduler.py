@@ -34,6 +34,11 @@ def row_limit(max_scheduled_tokens: int, max_batch_size: int) -> int:
     return min(max_scheduled_tokens, max_batch_size)
 
 
+def longest_part(chunk_size: int, query_cap: int) -> int:
+    """Most tokens of one prompt in a step; chunk_size 0 leaves only the cap (F226)."""
+    return min(chunk_size, query_cap) if chunk_size else query_cap
+
+
 def share_budget(wants: Sequence[int], budget: int) -> list[int]:
     """Tokens for each row: one each, the rest greedily in order; `wants` is 1 for a decode, and for a prefill what
     its sequence and its caps leave. Raises ValueError if not even one each fits (F089)."""
@@ -55,6 +60,9 @@ class Scheduler:
         self._row_limit = row_limit(config.max_scheduled_tokens, config.max_batch_size)
         bounds = config.fairness
         self._services = 0
+        windows = lifecycle.cache.windows
+        self._most_queries = UNBOUNDED if windows is None else windows.cap  # of one row
+        self._longest_part = longest_part(config.chunk_size, self._most_queries)
         self._bounded = bounds != FairnessBounds.off()
         self._prefill_reserve = math.ceil(bounds.min_prefill_share * config.max_scheduled_tokens)
 
@@ -147,7 +155,7 @@ class Scheduler:
         if record.processed >= record.prompt_boundary:
             return 1
         remaining = demand.whole - demand.committed
-        return min(remaining, self._config.chunk_size) if self._config.chunk_size else remaining
+        return min(remaining, self._longest_part)
 
     def _decode_share(self) -> int:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
@@ -178,7 +186,8 @@ class Scheduler:
         for record, demand in selection.rows:
             table = cache.table(record.id)
             have = max(blocks_for(demand.whole, size), 0 if table is None else table.count) * size
-            usable = min(len(record.drafts), record.tokens_left, cache.longest - demand.whole)
+            room = cache.longest - demand.whole
+            usable = min(len(record.drafts), record.tokens_left, room, self._most_queries - 1)
             wants.append(DraftWant(usable, have - demand.whole))
         given = share_drafts(wants, tokens, selection.blocks_left, size)
         return [record.drafts[:count] for (record, _), count in zip(selection.rows, given, strict=True)]

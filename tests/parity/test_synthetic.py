@@ -9,7 +9,15 @@ import pytest
 from engine_actor.engine import Engine
 from engine_actor.options import FairnessBounds, TurnOptions
 from engine_actor.request import FinishReason, Request, RequestStatus
-from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.doubles import (
+    RecurrentDecoder,
+    SyntheticDecoder,
+    WindowedDecoder,
+    build_engine,
+    run_out,
+    solo,
+    tokens_of,
+)
 
 A, BP, L = [5, 9, 13], [7, 2, 20, 4], [3, 8, 2, 15, 6, 11]
 A16 = [21, 30, 40, 51, 63, 12, 26, 41, 57, 10, 28, 47, 3, 24, 46, 5]
@@ -25,9 +33,10 @@ def start(engine: Engine, prompt: list[int], limit: int) -> Request:
     return request
 
 
-@pytest.fixture(params=[SyntheticDecoder, RecurrentDecoder])
+@pytest.fixture(params=[SyntheticDecoder, RecurrentDecoder, WindowedDecoder])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return build_engine(request.param(), max_length=128)
+    chunk = {"chunk_size": 6} if request.param is WindowedDecoder else {}
+    return build_engine(request.param(), max_length=128, **chunk)
 
 
 def test_the_closed_form_says_the_same() -> None:

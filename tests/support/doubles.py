@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
+from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry, WindowedState
 from engine_actor.engine import Engine
 from engine_actor.events import EngineEvent
 from engine_actor.options import EngineConfig, FairnessBounds
@@ -46,7 +46,7 @@ class SyntheticDecoder:
             raise fail()
         for source, destination in step.block_copies:
             self.cache[destination] = self.cache[source]
-        self.advance_states(step)
+        self.write_beside(step)
         logits = {}
         starts = step.cumulative_sequence_lengths
         for row in range(len(starts) - 1):
@@ -69,12 +69,12 @@ class SyntheticDecoder:
             out[i] = self.row_logits(self.sequence_at(int(wanted), logits[int(wanted)]))
         return out
 
-    def advance_states(self, step: PackedStep) -> None:
-        """This model has no state beside its cache."""
-        assert step.state_slots is None
+    def write_beside(self, step: PackedStep) -> None:
+        """This model has no memory beside its cache."""
+        assert step.state_slots is None and step.windowed_table is None
 
     def sequence_at(self, token: int, cached: list[int]) -> list[int]:
-        """What the model knows at a packed token."""
+        """What the model knows at a packed token; `cached` was read from the cache."""
         return cached
 
     @property
@@ -152,7 +152,7 @@ class RecurrentDecoder(SyntheticDecoder):
         self.slots: list[list[int] | None] = [None] * pools.state_slots
         self.slots[0] = []
 
-    def advance_states(self, step: PackedStep) -> None:
+    def write_beside(self, step: PackedStep) -> None:
         assert step.state_slots is not None and step.state_slots.dtype == np.int32
         reads, writes = step.state_slots[:, 0].tolist(), step.state_slots[:, 1].tolist()
         assert 0 not in writes and len(set(writes)) == len(writes) and not set(reads) & set(writes)
@@ -172,6 +172,47 @@ class RecurrentDecoder(SyntheticDecoder):
 
 
 class RecurrentMixingDecoder(RecurrentDecoder, MixingDecoder):
+    pass
+
+
+class WindowedDecoder(SyntheticDecoder):
+    """A second layer keeps the last `window` tokens in rings. What a token sees is read there, after all tokens of the
+    step were written, and only what lies before comes from the cache."""
+
+    def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096, drafts: int = 0, window: int = 3) -> None:
+        super().__init__(vocab, eos, context, drafts)
+        self.manifest = replace(self.manifest, windowed=WindowedState((1,), 1, 1, 8, window))
+        self.window = window
+
+    def allocate(self, pools: PoolGeometry) -> None:
+        super().allocate(pools)
+        self.rings = np.full((pools.window_blocks, pools.block_size), POISON, np.int64)
+
+    def write_beside(self, step: PackedStep) -> None:
+        table = step.windowed_table
+        assert table is not None and table.dtype == np.int32 and (table >= 0).all()
+        assert table.shape == step.block_table.shape
+        starts = step.cumulative_sequence_lengths
+        self._seen: dict[int, list[int]] = {}
+        for writing in (True, False):
+            for row in range(len(starts) - 1):
+                for i in range(int(starts[row]), int(starts[row + 1])):
+                    at = int(step.position_ids[i])
+                    if writing:
+                        self.rings[self._slot(table[row], at)] = step.input_ids[i]
+                    else:
+                        span = range(max(0, at + 1 - self.window), at + 1)
+                        self._seen[i] = [int(self.rings[self._slot(table[row], p)]) for p in span]
+
+    def _slot(self, row: np.ndarray, position: int) -> tuple[int, int]:
+        return int(row[position // self.block_size]), position % self.block_size
+
+    def sequence_at(self, token: int, cached: list[int]) -> list[int]:
+        seen = self._seen[token]
+        return cached[: len(cached) - len(seen)] + seen
+
+
+class WindowedMixingDecoder(WindowedDecoder, MixingDecoder):
     pass
 
 

@@ -26,7 +26,7 @@ from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, SamplingParams, TurnOptions
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
-from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, mixing_logits
+from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
 
 VOCAB, EOS, CONTEXT, DRAFTS = 12, 1, 40, 4
 RUNS_TO_FINISH = 3000
@@ -129,8 +129,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(values=configs)
     def build(self, values: dict[str, object]) -> None:
-        self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
         self.decoder = self.build_decoder()
+        if self.decoder.manifest.windowed is not None:
+            values["chunk_size"] = values["chunk_size"] or 2
+        self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
         self.engine = Engine(self.decoder, self.config)
         self.known: dict[int, Expected] = {}
         self.blocked_runs = 0
@@ -408,6 +410,17 @@ class RecurrentEngineMachine(EngineMachine):
 
 RecurrentEngineMachine.TestCase.settings = EngineMachine.TestCase.settings
 TestRecurrentEngine = RecurrentEngineMachine.TestCase
+
+
+class WindowedEngineMachine(EngineMachine):
+    """The same calls over a model that reads its last tokens from rings."""
+
+    def build_decoder(self) -> MixingDecoder:
+        return WindowedMixingDecoder(VOCAB, EOS, CONTEXT, DRAFTS)
+
+
+WindowedEngineMachine.TestCase.settings = EngineMachine.TestCase.settings
+TestWindowedEngine = WindowedEngineMachine.TestCase
 
 
 def test_the_oracle_depends_on_every_token() -> None:
