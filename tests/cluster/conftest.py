@@ -21,6 +21,11 @@ from serve_app.local_ray import APPLICATION, disconnect, start_ray, start_serve
 cloudpickle.register_pickle_by_value(scripted)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """This folder comes last: even an idle Ray takes time from whatever runs beside it."""
+    items.sort(key=lambda item: Path(__file__).parent in item.path.parents)
+
+
 @pytest.fixture(scope="session")
 def base_url() -> Iterator[str]:
     with socket.socket() as probe:
