@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.text.stream import AnswerText, StopMatcher
+from serve_app.text.stream import AnswerText, StopMatcher, TokenPlaces
 from serve_app.text.tokenizer import Tokenizer
 
 IDS = st.lists(st.integers(0, 49151) | st.integers(17, 300), max_size=60)
@@ -123,3 +123,37 @@ def test_what_is_kept_between_tokens_does_not_grow_with_the_text(smollm2: Tokeni
     for _ in range(500):
         answer.push(word)
         assert 5 <= len(answer._matcher._held) < 20
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=IDS,
+    stops=st.lists(st.text("abe \u4e2d", min_size=1, max_size=3), max_size=2),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5),
+)
+def test_places_of_tokens_do_not_depend_on_how_they_arrive(
+    smollm2: Tokenizer, ids: list[int], stops: list[str], sizes: list[int]
+) -> None:
+    def told(sizes: list[int]) -> tuple[str, list[int], AnswerText]:
+        places, text, out, at, turn = TokenPlaces(), "", [], 0, 0
+        answer = AnswerText(smollm2, stops, places)
+        while at < len(ids) and not answer.stopped:
+            size = sizes[turn % len(sizes)]
+            text += answer.push(ids[at : at + size])
+            out += places.take()
+            at, turn = at + size, turn + 1
+        if not answer.stopped:
+            text += answer.finish()
+        return text, out + places.take(), answer
+
+    text, out, answer = told(sizes)
+    again, same, _ = told([1])
+    assert (text, out) == (again, same)
+    assert out == sorted(out) and all(at <= len(text) for at in out)
+    if answer.stopped:
+        # All before the stop string is told, and nothing that stands in it but control tokens at its beginning.
+        assert len(out) <= answer.tokens
+        special = smollm2.token_bytes.special
+        assert all(at < len(text) or token in special for at, token in zip(out, ids, strict=False))
+    else:
+        assert len(out) == len(ids)
