@@ -133,7 +133,7 @@ async def test_no_limit_shows_half_a_character(http: httpx.AsyncClient, prompt: 
 
 
 async def test_64_streams_finish_on_a_pool_for_a_few(http: httpx.AsyncClient, engines: DeploymentHandle) -> None:
-    bodies = [said(f"Count from {i} to one hundred.", temperature=0, max_tokens=24, ignore_eos=True) for i in range(64)]
+    bodies = [said(f"Count from {i} to one hundred.", temperature=0, max_tokens=16, ignore_eos=True) for i in range(64)]
     together = await asyncio.gather(*(streamed(http, CHAT, body) for body in bodies))
     assert all(text for (text,) in together)
     for i in (0, 31, 63):
@@ -202,7 +202,7 @@ async def test_memory_does_not_grow_with_requests(http: httpx.AsyncClient, engin
 
     await ask_many(0, 120)
     before = await each(engines, "resident_bytes")
-    await ask_many(1000, 240)
+    await ask_many(1000, 200)
     after = await each(engines, "resident_bytes")
     assert all(abs(b - a) <= 0.05 * a for a, b in zip(sorted(before), sorted(after), strict=True)), (before, after)
     await assert_nothing_is_left(engines)
