@@ -117,6 +117,12 @@ class CacheManager:
         pool = self.pool
         return CacheStats(pool.usable, pool.free_count, pool.idle_count, self.resident_count)
 
+    def is_committed_row(self, request_id: int, position: int, *, windowed: bool = False) -> bool:
+        """As PagedCache.is_committed_row; in a windowed layer also that the ring still has the position."""
+        if windowed and (self.windows is None or not self.windows.keeps(request_id, position)):
+            return False
+        return self.paged.is_committed_row(request_id, position)
+
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def reserve(self, demands: Sequence[RowDemand]) -> StepReservation:
@@ -138,6 +144,8 @@ class CacheManager:
             return
         first, full = before // self.block_size, table.committed // self.block_size
         if full > first:
+            last = full * self.block_size - 1
+            assert self.is_committed_row(request_id, last), f"position {last} of request {request_id} is not valid"
             self.index.insert(salt, tokens, table.blocks[:full], first)
 
     def remove(self, request_id: int) -> None:

@@ -44,6 +44,18 @@ class PagedCache:
         provisional = sum(row.demand.new for row in self._live.rows) if self._live else 0
         return len(self._tables) - provisional
 
+    def is_committed_row(self, request_id: int, position: int) -> bool:
+        """Whether the keys and values of a position may be read as valid: the request is resident and owns the block,
+        the position is committed, and no copy that fills the block is still to be made (F354)."""
+        table = self.table(request_id)
+        if table is None or not 0 <= position < table.committed:
+            return False
+        at = position // self.block_size
+        if not self.pool.owner_count(table.blocks[at]):
+            return False
+        copying = self._live.rows if self._live else ()
+        return not any(row.copy and row.table is table and row.tail == at for row in copying)
+
     def snapshot(self) -> tuple[list[BlockTable], list[int], list[int]]:
         """Every table in order, with its boundary and epoch: equal snapshots prove that no table was replaced, moved
         or advanced in between, those of residents outside the step included (F146)."""

@@ -105,8 +105,12 @@ class WindowRings:
 
     def holds(self, request_id: int, length: int) -> bool:
         """Whether all positions that a query at `length` sees are still in the ring."""
-        first_seen = max(0, length - self._window + 1)
-        return first_seen + self._positions >= self._rings[request_id].written
+        return self.keeps(request_id, max(0, length - self._window + 1))
+
+    def keeps(self, request_id: int, position: int) -> bool:
+        """Whether no later position has taken this one's place."""
+        ring = self._rings.get(request_id)
+        return ring is not None and position + self._positions >= ring.written
 
     def check_integrity(self) -> None:
         """Every ring has R blocks of its own. Linear."""
