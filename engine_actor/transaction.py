@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -60,9 +60,9 @@ class StagedRow:
 
     row: PlannedRow
     boundary: int
-    appended: list[int] = field(default_factory=list)
+    appended: Sequence[int] = ()
     finish: FinishReason | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class StepTransaction:
@@ -117,16 +117,19 @@ class StepTransaction:
         for row in self.plan.rows:
             if row.samples:
                 record, length = row.record, row.record.history.length
-                context = self._context(record)
-                for position in range(length, length + 1 + len(row.drafts)):
-                    rows.append(SampleRow(record.turn_options.sampling, position, context))
+                params, context = record.turn_options.sampling, self._context(record)
+                rows.append(SampleRow(params, length, context))
+                for i in range(len(row.drafts)):
+                    rows.append(SampleRow(params, length + 1 + i, context))
         tokens = self._sampler.sample(self._logits, rows)
         at = 0
         for row in self.plan.rows:
             if row.samples:
-                following = at + 1 + len(row.drafts)
+                following = at + len(row.drafts) + 1
                 staged = self._stage(row, tokens[at:following])
-                staged.logprobs = self._logprobs(staged, at)
+                wanted = row.record.turn_options.logprobs
+                if wanted is not None:
+                    staged.logprobs = self._logprobs(staged, at, wanted)
                 at = following
             else:
                 staged = StagedRow(row, row.demand.target)
@@ -186,37 +189,36 @@ class StepTransaction:
 
     def _context(self, record: RequestRecord) -> RowContext | None:
         """What changes this row's logits; None for most rows."""
-        options, banned = record.turn_options, frozenset[int]()
-        if record.turn_generated < options.min_generated_tokens:
-            banned = options.stop_token_ids if options.ignore_eos else options.stop_token_ids | self._eos
-        if not banned and not options.sampling.reshapes:
+        options = record.turn_options
+        too_short = record.turn_generated < options.min_generated_tokens
+        if not too_short and not options.sampling.reshapes:
             return None
+        ends = options.stop_token_ids if options.ignore_eos else options.stop_token_ids | self._eos
+        banned = ends if too_short else frozenset()
         return RowContext(record.history.ids[: record.history.length], record.turn_generated, banned)
 
-    def _logprobs(self, staged: StagedRow, at: int) -> list[TokenLogprob]:
+    def _logprobs(self, staged: StagedRow, at: int, wanted: int) -> list[TokenLogprob]:
         """Of each appended token; the row's logits start at index `at` of the step's."""
-        wanted = staged.row.record.turn_options.logprobs
-        if wanted is None:
-            return []
         logits = to_host(self._logits[at : at + len(staged.appended)])
         return [logprob_of(row, token, wanted) for row, token in zip(logits, staged.appended, strict=True)]
 
     def _stage(self, row: PlannedRow, tokens: Sequence[int | None]) -> StagedRow:
         """`tokens`: the one that follows the sequence, then the one that follows each draft. The first that is not the
         next draft ends the row, and so do the first that ends the turn and the first at a limit (F298, F305, F306)."""
-        drafts = row.drafts
-        staged = StagedRow(row, row.demand.target - len(drafts))
-        for i, token in enumerate(tokens):
-            staged.finish = self._end_before(row.record, token)
-            if token is None or staged.finish is not None:
+        drafts, record, finish = row.drafts, row.record, None
+        appended: list[int] = []
+        accepted = 0
+        for token in tokens:
+            finish = self._end_before(record, token)
+            if token is None or finish is not None:
                 break
-            staged.appended.append(token)
-            accepted = i < len(drafts) and token == drafts[i]
-            staged.boundary += accepted
-            staged.finish = self._end_after(row.record, i + 1)
-            if staged.finish is not None or not accepted:
+            appended.append(token)
+            agrees = accepted < len(drafts) and token == drafts[accepted]
+            accepted += agrees
+            finish = self._end_after(record, len(appended))
+            if finish is not None or not agrees:
                 break
-        return staged
+        return StagedRow(row, row.demand.target - len(drafts) + accepted, appended, finish)
 
     def _end_before(self, record: RequestRecord, token: int | None) -> FinishReason | None:
         """Why this token ends the turn without being part of it."""
@@ -238,8 +240,9 @@ class StepTransaction:
         """One event a token, in order; how the turn ended joins the last one (F068, F080)."""
         record = staged.row.record
         events = [EngineEvent(EventFlags.TOKEN, record, record.turn_id, token) for token in staged.appended]
-        for event, logprob in zip(events, staged.logprobs, strict=False):
-            event.logprob = logprob
+        if staged.logprobs:
+            for event, logprob in zip(events, staged.logprobs, strict=True):
+                event.logprob = logprob
         if staged.finish is None:
             return events
         if not events:

@@ -73,10 +73,16 @@ class StepPacker:
         if self._mirror.size > 2 * self._cache.max_residents:
             self._mirror.forget_all_but(self._cache)
         input_ids: list[int] = []
+        wanted: list[int] = []
         for row in rows:
             demand = row.demand
-            input_ids += row.record.history.ids[demand.committed : demand.target - len(row.drafts)]
-            input_ids += row.drafts
+            if row.drafts:
+                input_ids += row.record.history.ids[demand.committed : demand.target - len(row.drafts)]
+                input_ids += row.drafts
+            else:
+                input_ids += row.record.history.ids[demand.committed : demand.target]
+            if row.samples:
+                wanted += row.logits_rows
         counts = np.array([row.count for row in rows], np.int32)
         past = np.array([row.demand.committed for row in rows], np.int32)
         cumulative = np.zeros(len(rows) + 1, np.int32)
@@ -96,7 +102,7 @@ class StepPacker:
             past_sequence_lengths=past,
             block_table=self._mirror.gather(indices, columns),
             attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
-            logits_rows=np.array([index for row in rows if row.samples for index in row.logits_rows], np.int64),
+            logits_rows=np.array(wanted, np.int64),
             block_copies=reservation.copies,
             state_slots=None if states is None else np.array(states, np.int32),
             windowed_table=self._windowed_table(plan, columns),
