@@ -154,6 +154,16 @@ def test_dp05_blocks_and_a_slot_are_needed_together(
         assert [d.reason for d in found.deferrals] == [answer]
 
 
+@pytest.mark.parity("F334", "F120")
+def test_each_row_of_a_step_takes_a_slot() -> None:
+    cache = caches(8, 2)
+    admission = Admission(cache, 8, UNBOUNDED, 0)
+    for request in (X, Y, Z):
+        admission.consider(record(request, 3))
+    assert [r.id for r, _ in admission.selection.rows] == [X, Y]
+    assert [(d.request_id, d.reason) for d in admission.selection.deferrals] == [(Z, DeferralReason.STATES)]
+
+
 @pytest.mark.parity("F338", "F334")
 def test_a_prompt_takes_its_blocks_and_one_slot_at_its_first_chunk() -> None:
     room = Room(RecurrentDecoder(), chunk_size=3, num_blocks=8)

@@ -227,6 +227,17 @@ def test_wr08_only_the_window_pool_defers() -> None:
     assert third.status is RequestStatus.ACTIVE
 
 
+@pytest.mark.parity("F103", "F120")
+def test_each_new_row_of_a_step_takes_a_ring() -> None:
+    room = room_of(max_residents=3)
+    assert room.cache.windows is not None
+    room.cache.windows.pool.allocate(room.cache.windows.ring_size)
+    requests = [room.add([5 + i]) for i in range(3)]
+    plan = room.plan()
+    assert [row.record.id for row in plan.rows] == [r.id for r in requests[:2]]
+    assert [(d.request_id, d.reason) for d in plan.deferrals] == [(requests[2].id, DeferralReason.WINDOWS)]
+
+
 @pytest.mark.parity("F229", "F153")
 def test_without_a_ring_no_block_is_taken() -> None:
     cache = CacheManager(8, 4, 2, window=5, query_cap=4, rings=1)
