@@ -147,11 +147,15 @@ async def test_queues_are_bounded(decoder: SyntheticDecoder) -> None:
 async def test_a_step_that_fails_once_changes_nothing_that_a_client_sees(
     actor: EngineActor, decoder: SyntheticDecoder
 ) -> None:
-    task = asyncio.create_task(ask(actor, turn([5, 9, 13], 20)))
-    while len(decoder.steps) < 5:
-        await asyncio.sleep(0.001)
-    decoder.fail_next = lambda: RetryableStepError("try again")
-    assert (await task).tokens == answer_of([5, 9, 13], 20)
+    choose = decoder.choose
+
+    def fail_the_sixth_step(sequence: list[int]) -> int:
+        if len(decoder.steps) == 5:
+            decoder.fail_next = lambda: RetryableStepError("try again")
+        return choose(sequence)
+
+    decoder.choose = fail_the_sixth_step
+    assert (await ask(actor, turn([5, 9, 13], 20))).tokens == answer_of([5, 9, 13], 20)
     assert (await actor.stats())["rollbacks"] == 1
 
 
