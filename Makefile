@@ -56,12 +56,14 @@ $(BIN)/python:
 		echo "Install one, or say which: make serve PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "PYTHON=$(PYTHON) is older than 3.11, which Moorage needs." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make an environment: install its venv module." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make an environment: install its venv module." >&2; exit 1; }
 
 $(STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
+	@echo "installing into $(VENV): about 1.6 GB with torch's CPU build, some minutes the first time"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
 	@touch $@
 
 $(TESTED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	@echo "installing into $(VENV), with test tools: about 1.8 GB with torch's CPU build, some minutes the first time"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
 	@touch $@ $(STAMP)

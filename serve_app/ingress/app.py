@@ -40,5 +40,5 @@ def create_app(
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(AuthMiddleware, keys=ApiKeys(settings.api_keys))
-    app.add_middleware(RequestLogMiddleware)
+    app.add_middleware(RequestLogMiddleware, answers_request_id=settings.answers_request_id)
     return app

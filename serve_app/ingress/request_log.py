@@ -53,8 +53,9 @@ class RequestLogMiddleware:
     """Outermost: gives each request its record, echoes its id, logs it, and answers 500 for what nobody
     caught."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, answers_request_id: bool) -> None:
         self._app = app
+        self._answers_request_id = answers_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,7 +70,8 @@ class RequestLogMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = record.status or message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                if self._answers_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = record.request_id
             await send(message)
 
         try:

@@ -51,6 +51,9 @@ class IngressSettings(BaseModel):
     max_turns_per_key: int | None = Field(default=None, ge=1)
     """The same for one API key."""
 
+    answers_request_id: bool = True
+    """Answers carry x-request-id. Off behind a proxy that adds it to every answer."""
+
     max_session_id_length: int = Field(default=256, ge=1, le=4096)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     max_messages: int = Field(default=4096, ge=1)

