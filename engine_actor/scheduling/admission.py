@@ -94,8 +94,10 @@ class Admission:
         self.selection.blocks_left -= cost
 
     def _block(self, record: RequestRecord, blocks: int) -> None:
-        """Once it has been overtaken often enough, what is freed is kept for it."""
-        self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken)
+        """Once it has been overtaken often enough, what is freed is kept for it. Newer requests that this step took
+        before it came to this one count too: a preempted one stands before older ones that wait."""
+        just_now = sum(demand.new and taken.submitted > record.submitted for taken, demand in self.selection.rows)
+        self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken - just_now)
         missing = blocks - self.selection.blocks_left
         self.selection.deferrals.append(Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing))
 
