@@ -25,7 +25,7 @@ def gated_gelu_tanh_reference(gate_up: Tensor) -> Tensor:
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up float32 [T, 2I], gate first; returns a new float32 [T, I]."""
-    library = native.library()
+    library = native.shared_object()
     if library is None or gate_up.is_cuda:
         return gated_silu_reference(gate_up)
     return _gated(library.moorage_gated_silu, gate_up)
@@ -33,7 +33,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 
 def gated_gelu_tanh(gate_up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up. gate_up float32 [T, 2I], gate first; returns a new float32 [T, I]."""
-    library = native.library()
+    library = native.shared_object()
     if library is None or gate_up.is_cuda:
         return gated_gelu_tanh_reference(gate_up)
     return _gated(library.moorage_gated_gelu_tanh, gate_up)

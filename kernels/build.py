@@ -39,7 +39,7 @@ def find_compiler() -> str:
     raise BuildError(f"CXX={wanted!r} is no program" if wanted else "no C++ compiler (g++, c++ or clang++) found")
 
 
-def library_path() -> Path:
+def built_path() -> Path:
     """Path of the built library; builds it when the cache has none.
 
     Safe in several processes at once: one builds under a file lock, the others wait and find the result.

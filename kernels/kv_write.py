@@ -22,7 +22,7 @@ def kv_write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots
     key_cache, value_cache  bfloat16 or float32 [num_blocks, B, Hk, D], dense
     slots                   int64 [T]: block * B + offset in the block; all different
     """
-    library = native.library()
+    library = native.shared_object()
     if library is None or k.is_cuda:
         return kv_write_reference(k, v, key_cache, value_cache, slots)
     assert k.dtype == v.dtype == torch.float32 and slots.dtype == torch.int64, (k.dtype, v.dtype, slots.dtype)

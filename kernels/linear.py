@@ -130,7 +130,7 @@ class _Torch:
 def _choose(weight: Tensor, bias: Tensor | None, float_output: bool) -> _Native | _OneDnn | _Torch:
     if weight.is_cuda:
         return _Torch(weight, bias)
-    library = native.library()
+    library = native.shared_object()
     one_dnn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if library is None:
         wide = weight.float() if float_output else weight

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  first, so that the library finds torch's OpenMP runtime loaded and takes it
 
-from kernels.build import BuildError, library_path
+from kernels.build import BuildError, built_path
 
 _LINEAR = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
 _PACK = [c_void_p] * 2 + [c_int64] * 2 + [c_int]
@@ -44,7 +44,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("MOORAGE_NATIVE", "1") == "0":
         return None, "turned off by MOORAGE_NATIVE=0"
     try:
-        path = library_path()
+        path = built_path()
         loaded = ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
         return None, str(error)
@@ -61,7 +61,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return loaded, f"{path}"
 
 
-def library() -> ctypes.CDLL | None:
+def shared_object() -> ctypes.CDLL | None:
     """The library, or None where there is none; the first call may compile it (seconds)."""
     return _load()[0]
 

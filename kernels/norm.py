@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight  float32 [H] or [D]
     Returns a new dense float32 tensor of x's shape.
     """
-    library = native.library()
+    library = native.shared_object()
     if library is None or x.is_cuda:
         return rms_norm_reference(x, weight, eps)
     assert x.dtype == weight.dtype == torch.float32, (x.dtype, weight.dtype)

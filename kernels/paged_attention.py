@@ -129,7 +129,7 @@ def paged_attention(
     window                  0, or how many of the last positions a query sees, its own included
     Returns a new dense float32 [T, Hq, D].
     """
-    library = native.library()
+    library = native.shared_object()
     if library is None or q.is_cuda:
         return paged_attention_reference(q, key_cache, value_cache, block_table, cumulative, past, scale, window)
     assert q.dtype == torch.float32 and q.shape[2] % 8 == 0, (q.dtype, q.shape)

@@ -28,7 +28,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos  float32 [T, D/2], the rows of the tokens' positions
     sin  float32 [T, D/2]
     """
-    library = native.library()
+    library = native.shared_object()
     if library is None or x.is_cuda:
         return apply_rotary_reference(x, cos, sin)
     assert x.dtype == cos.dtype == sin.dtype == torch.float32, (x.dtype, cos.dtype, sin.dtype)

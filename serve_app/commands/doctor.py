@@ -114,11 +114,11 @@ def _devices() -> Iterator[Finding]:
 
 def _native_kernels() -> Iterator[Finding]:
     """Compiles them if they are not there yet, as the first replica would."""
-    from kernels.build import BuildError, find_compiler, library_path
+    from kernels.build import BuildError, find_compiler, built_path
 
     try:
         yield Finding(Mark.GOOD, "compiler", find_compiler())
-        yield Finding(Mark.GOOD, "native kernels", str(library_path()))
+        yield Finding(Mark.GOOD, "native kernels", str(built_path()))
     except BuildError as error:
         yield Finding(Mark.NOTE, "native kernels", f"none, so CPUs run the slower reference: {error}")
 

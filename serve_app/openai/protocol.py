@@ -222,7 +222,7 @@ class GenerationRequest(Strict):
     @property
     def token_limit(self) -> int | None:
         """Longest answer, in tokens; None: the client sets no limit."""
-        raise NotImplementedError
+        return None
 
 
 class CompletingRequest(GenerationRequest):

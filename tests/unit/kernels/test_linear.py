@@ -93,7 +93,7 @@ def test_the_chosen_layer_says_what_it_is_and_is_what_it_says(dtype: torch.dtype
     layer = PackedLinear(weight, bias)
     assert (layer.out_features, layer.in_features) == (97, 100)
     assert layer.row_invariant == rows_agree(layer, 100)
-    if native.library() is not None:
+    if native.shared_object() is not None:
         assert layer.row_invariant
     tolerance = 3e-2 if layer.kind == "onednn-bf16" else 1e-5  # oneDNN rounds activations and results to bf16
     assert (layer(x) - linear_reference(x, weight, bias)).abs().max() < tolerance
@@ -101,7 +101,7 @@ def test_the_chosen_layer_says_what_it_is_and_is_what_it_says(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_one_dnn_takes_over_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "shared_object", lambda: None)
     x, weight, bias = problem(97, 100, dtype, rows=129)
     layer = PackedLinear(weight, bias)
     assert layer.kind == ("onednn-bf16" if dtype == BF16 else "onednn-fp32")
@@ -131,14 +131,14 @@ def test_the_probe_notices_a_row_that_depends_on_its_batch() -> None:
 
 
 def native_layer(weight: Tensor, bias: Tensor | None) -> linear._Native:
-    return linear._Native(native.library(), weight, bias)
+    return linear._Native(native.shared_object(), weight, bias)
 
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_logits_are_never_rounded_to_bfloat16(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_has_bf16_arithmetic", lambda: True)
     if not compiler:
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native, "shared_object", lambda: None)
     x, weight, _ = problem(97, 100, BF16)
     layer = PackedLinear(weight, float_output=True)
     assert layer.kind != "onednn-bf16"

@@ -36,22 +36,22 @@ def python(code: str, **environment: str) -> subprocess.Popen[str]:
 
 @needs_compiler
 def test_the_library_is_there_wherever_a_compiler_is() -> None:
-    assert native.status() == (True, str(build.library_path()))
+    assert native.status() == (True, str(build.built_path()))
 
 
 @needs_compiler
 def test_one_openmp_runtime_serves_torch_and_the_library() -> None:
-    assert native.library() is not None
+    assert native.shared_object() is not None
     assert len(native._openmp_runtimes()) <= 1
 
 
 @needs_compiler
 def test_is_built_once_and_again_when_a_source_changes(small_sources: Path) -> None:
-    first = build.library_path()
+    first = build.built_path()
     written = first.stat().st_mtime_ns
-    assert build.library_path() == first and first.stat().st_mtime_ns == written
+    assert build.built_path() == first and first.stat().st_mtime_ns == written
     (small_sources / "small.cpp").write_text(SMALL_SOURCE.replace("42", "43"))
-    assert build.library_path() != first
+    assert build.built_path() != first
 
 
 @needs_compiler
@@ -59,7 +59,7 @@ def test_two_processes_that_start_together_both_find_it(small_sources: Path) -> 
     code = (
         "import ctypes, pathlib; from kernels import build;"
         f"build.SOURCES = pathlib.Path({str(small_sources)!r});"
-        "print(ctypes.CDLL(str(build.library_path())).answer())"
+        "print(ctypes.CDLL(str(build.built_path())).answer())"
     )
     starters = [python(code) for _ in range(2)]
     assert [starter.communicate(timeout=60)[0].strip() for starter in starters] == ["42", "42"]
@@ -71,7 +71,7 @@ def test_two_processes_that_start_together_both_find_it(small_sources: Path) -> 
 def test_a_source_that_does_not_compile_is_reported_and_leaves_nothing(small_sources: Path) -> None:
     (small_sources / "broken.cpp").write_text("int f( {")
     with pytest.raises(build.BuildError, match=r"broken\.cpp.* failed"):
-        build.library_path()
+        build.built_path()
     (folder,) = build.cache_folder().iterdir()
     assert [file.name for file in folder.iterdir()] == ["lock"]
 
@@ -79,18 +79,18 @@ def test_a_source_that_does_not_compile_is_reported_and_leaves_nothing(small_sou
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.BuildError, match="CXX='no-such-compiler'"):
-        build.library_path()
+        build.built_path()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
-        build.library_path()
+        build.built_path()
 
 
 @needs_compiler
 def test_a_folder_that_cannot_be_written_is_named(small_sources: Path, tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file where a folder should be")
     with pytest.raises(build.BuildError, match=str(tmp_path / "home")):
-        build.library_path()
+        build.built_path()
 
 
 def test_the_environment_turns_it_off() -> None:
