@@ -114,7 +114,7 @@ def _devices() -> Iterator[Finding]:
 
 def _native_kernels() -> Iterator[Finding]:
     """Compiles them if they are not there yet, as the first replica would."""
-    from kernels.build import BuildError, find_compiler, built_path
+    from kernels.build import BuildError, built_path, find_compiler
 
     try:
         yield Finding(Mark.GOOD, "compiler", find_compiler())
