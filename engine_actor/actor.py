@@ -254,15 +254,6 @@ class EngineActor:
             "accepting": self._accepting and self._healthy(),
         }
 
-    def autoscaling_stats(self) -> dict[str, float]:
-        """What limits an engine: rows, waiting turns, and the share of blocks that are taken."""
-        snapshot = self._snapshot()
-        return {
-            "running_turns": float(snapshot.running),
-            "waiting_turns": float(snapshot.waiting),
-            "block_pressure": 1.0 - snapshot.free_blocks / snapshot.usable_blocks,
-        }
-
     def _snapshot(self) -> Snapshot:
         return self._owner.heartbeat.snapshot if self._owner is not None else Snapshot()
 

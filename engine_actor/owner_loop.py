@@ -83,13 +83,12 @@ class OwnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What routers and autoscalers want to know, as of the last rounds."""
+    """What routers want to know, as of the last rounds."""
 
     sessions: tuple[str, ...] = ()
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0
-    usable_blocks: int = 1
 
 
 @dataclass(slots=True)
@@ -208,7 +207,6 @@ class OwnerLoop:
             stats["running"],
             stats["waiting"] + self.sessions.waiting_turns(),
             self.engine.available_blocks,
-            stats["blocks_usable"],
         )
         beat.snapshot_taken = beat.last_round
 
