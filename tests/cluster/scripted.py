@@ -82,7 +82,7 @@ class ScriptedActor:
     async def close_session(self, owner: str, session_id: str) -> bool:
         return self.resident.pop(session_key(owner, session_id), None) is not None
 
-    async def routing_stats(self) -> dict[str, object]:
+    def routing_stats(self) -> dict[str, object]:
         return {"sessions": list(self.resident), "load": len(self.open), "free_blocks": 1, "accepting": True}
 
     def check_health(self) -> None:
