@@ -25,8 +25,10 @@ from engine_actor.errors import EngineUnhealthy
 from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
 from engine_actor.memory.window_ring import ring_blocks
 from engine_actor.options import EngineConfig
+from engine_actor.outcomes import StepReport
 from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Snapshot, Turn
 from engine_actor.sessions import Detokenize, SessionTable
+from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import (
     ForkOutcome,
     RefusalCode,
@@ -53,13 +55,13 @@ class StartReport:
     dtype: str
     pool: PoolSize
     context_length: int
-    load_seconds: float
+    seconds: dict[str, float]  # of the steps of the start, in order
 
     def __str__(self) -> str:
         pool = self.pool
         text = (
-            f"{self.model} ({self.dtype}) loaded in {self.load_seconds:.1f} s; KV cache: {pool.num_blocks} blocks of "
-            f"{pool.block_size} = {pool.tokens} tokens, {pool.bytes / 2**20:.0f} MiB"
+            f"{self.model} ({self.dtype}); KV cache: {pool.num_blocks} blocks of {pool.block_size} = "
+            f"{pool.tokens} tokens, {pool.bytes / 2**20:.0f} MiB"
         )
         if pool.limited_by_pool:
             text += (
@@ -103,11 +105,14 @@ class EngineActor:
         replica: str,
         detokenize: Detokenize | None = None,
         decoder_factory: DecoderFactory = load_decoder,
+        on_step: Callable[[StepReport], None] | None = None,
     ) -> None:
+        """`on_step` is called on the owner thread with the report of each transaction; it must be quick."""
         self.options = options
         self.replica = replica
         self._detokenize = detokenize
         self._decoder_factory = decoder_factory
+        self._on_step = on_step
         self._accepting = False
         self._owner: OwnerLoop | None = None
         self._thread: threading.Thread | None = None
@@ -144,9 +149,9 @@ class EngineActor:
         owner.run()
 
     def _build(self, progress: Progress | None) -> tuple[OwnerLoop, StartReport]:
-        begun = time.perf_counter()
         options = self.options
         loaded = self._decoder_factory(options, progress)
+        watch = Stopwatch()
         manifest = loaded.decoder.manifest
         context = min(manifest.context_length, options.max_model_len or manifest.context_length)
         residents = options.max_sessions + options.max_batch_size
@@ -168,13 +173,15 @@ class EngineActor:
             max_length=pool.max_length,
             numerics=options.numerics,
         )
-        engine = Engine(loaded.decoder, config)
+        with watch.step("allocate pools"):
+            engine = Engine(loaded.decoder, config)
         sessions = SessionTable(
             engine, self.replica, options.max_sessions, options.session_ttl_seconds, self._detokenize
         )
         limits = OwnerLimits(options.max_queued_turns, options.max_turns_per_session)
-        owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe)
-        return owner, StartReport(options.model, options.dtype, pool, context, time.perf_counter() - begun)
+        owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._on_step)
+        seconds = loaded.seconds | watch.seconds
+        return owner, StartReport(options.model, options.dtype, pool, context, seconds)
 
     async def drain(self) -> None:
         """Refuses new turns and returns when the open ones have ended."""
@@ -239,7 +246,13 @@ class EngineActor:
     async def stats(self) -> dict[str, float]:
         """Counters since the start, and the memory and requests of this moment."""
         stats = await self._on_owner(
-            lambda loop: {**loop.engine.stats(), "sessions": len(loop.sessions.resident_keys())}
+            lambda loop: {
+                **loop.engine.stats(),
+                **loop.sessions.evictions,
+                "blocks_active": loop.engine.active_blocks(),
+                "sessions": len(loop.sessions.resident_keys()),
+                "waiting_turns": loop.sessions.waiting_turns(),
+            }
         )
         return {name: float(value) for name, value in stats.items()}
 

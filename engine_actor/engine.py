@@ -336,6 +336,12 @@ class Engine:
             "pending_events": len(self._events),
         }
 
+    def active_blocks(self) -> int:
+        """Blocks that running requests hold, shared ones counted once; those of dormant requests are only a cache."""
+        active = (record for record in self._lifecycle.residents() if record.status is RequestStatus.ACTIVE)
+        tables = (self._cache.table(record.id) for record in active)
+        return len({block for table in tables if table is not None for block in table.blocks})
+
     def check_integrity(self) -> None:
         """Raises ContractViolation if any part of the engine's state contradicts another. Linear."""
         self._cache.check_integrity()

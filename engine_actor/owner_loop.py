@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from engine_actor.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy
 from engine_actor.events import EngineEvent, EventFlags
-from engine_actor.outcomes import StepOutcome
+from engine_actor.outcomes import StepOutcome, StepReport
 from engine_actor.request import FinishReason
 from engine_actor.sessions import BegunTurn, Conversation, SessionTable
 from engine_actor.turns import (
@@ -110,6 +110,7 @@ class OwnerLoop:
         replica: str,
         limits: OwnerLimits,
         deliver: Callable[[Delivery], None],
+        on_step: Callable[[StepReport], None] | None = None,
     ) -> None:
         self.engine = engine
         self.sessions = sessions
@@ -117,6 +118,7 @@ class OwnerLoop:
         self._replica = replica
         self._limits = limits
         self._deliver = deliver
+        self._on_step = on_step
         self._commands: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._stopping = False
@@ -185,6 +187,8 @@ class OwnerLoop:
         if report.transaction_id == self._last_transaction:
             return 0.0  # older events were drained, and no step was made
         self._last_transaction = report.transaction_id
+        if self._on_step is not None:
+            self._on_step(report)
         evicted = self.sessions.relieve(report.deferrals)
         if report.outcome in _ROLLED_BACK:
             return self._longer_pause()

@@ -113,6 +113,8 @@ class SessionTable:
         self._detokenize = detokenize
         self._clock = clock
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        # Counted since the start: conversations that lost their memory, by what it was needed for.
+        self.evictions = {"evicted_for_blocks": 0, "evicted_for_places": 0, "expired": 0}
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
@@ -253,6 +255,7 @@ class SessionTable:
             blocks -= self._engine.available_blocks - before
             slots -= 1
             evicted += 1
+        self.evictions["evicted_for_blocks"] += evicted
         return evicted
 
     def expire(self) -> int:
@@ -262,6 +265,7 @@ class SessionTable:
         horizon = self._clock() - self._ttl
         expired = [c for c in self._conversations.values() if c.last_used < horizon and not c.running and not c.waiting]
         for conversation in expired:
+            self.evictions["expired"] += conversation.request is not None
             self._drop(conversation)
         return len(expired)
 
@@ -293,6 +297,7 @@ class SessionTable:
             if resident < self._max_sessions:
                 return
             self._evict(conversation)
+            self.evictions["evicted_for_places"] += 1
             resident -= 1
 
     def _forget_surplus(self) -> None:

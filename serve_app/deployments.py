@@ -97,7 +97,7 @@ class EngineDeployment:
             "pool_bytes": pool.bytes,
             "longest_sequence": self._actor.context_length,
             "limited_by_pool": pool.limited_by_pool,
-            "load_seconds": self._report.load_seconds,
+            "seconds": self._report.seconds,
         }
 
     async def stats(self) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,8 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.free_memory import free_host_bytes
+from engine_actor.stopwatch import Stopwatch
+from kernels import native
 
 Progress = Callable[[int, int], None]
 
@@ -19,6 +21,7 @@ Progress = Callable[[int, int], None]
 class LoadedDecoder:
     decoder: Decoder
     free_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)  # of the steps of loading
 
 
 def load_decoder(options: ActorOptions, progress: Progress | None = None) -> LoadedDecoder:
@@ -28,9 +31,13 @@ def load_decoder(options: ActorOptions, progress: Progress | None = None) -> Loa
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    decoder = TorchDecoder.load(options.model, dtype=options.dtype, device=options.device, progress=progress)
+    watch = Stopwatch()
+    with watch.step("build or load kernels"):
+        native.shared_object()
+    with watch.step("load weights"):
+        decoder = TorchDecoder.load(options.model, dtype=options.dtype, device=options.device, progress=progress)
     if decoder.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(decoder.device)
     else:
         free_bytes = free_host_bytes()
-    return LoadedDecoder(decoder, free_bytes)
+    return LoadedDecoder(decoder, free_bytes, watch.seconds)

@@ -183,7 +183,7 @@ def _print_facts() -> None:
     for facts in serve.get_deployment_handle(ENGINES, APPLICATION).broadcast("describe").results(timeout_s=30):
         short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
         say(
-            f"  {facts['replica']}: {facts['dtype']}, loaded in {facts['load_seconds']:.1f} s; KV cache "
+            f"  {facts['replica']}: {facts['dtype']}; KV cache "
             f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
             f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
         )
