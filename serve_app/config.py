@@ -136,6 +136,7 @@ class AppArgs(BaseModel):
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
     max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
+    max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
     max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
     max_turns: int | None = Field(
         None,
@@ -265,6 +266,7 @@ class AppArgs(BaseModel):
             session_header=self.session_header,
             max_body_bytes=self.max_body_bytes,
             max_choices=self.max_choices,
+            max_prompts=self.max_prompts,
             max_top_logprobs=self.max_top_logprobs,
             answers_request_id=False,  # Serve's proxy gives every request an id and adds it to the answer
         )

@@ -67,9 +67,10 @@ def bad_value(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def not_served(param: str, accepted: str) -> ApiError:
-    """`accepted`: what the field may be instead."""
-    return bad_value(param, f"not served yet; leave it out{accepted}", "unsupported_parameter")
+def not_supported(param: str, remedy: str = "remove it") -> ApiError:
+    """`remedy`: what the client can do."""
+    message = f"`{param}` is not supported by this server: {remedy}."
+    return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def context_length_exceeded(prompt_tokens: int, limit: int, param: str | None) -> ApiError:

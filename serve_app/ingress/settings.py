@@ -65,6 +65,9 @@ class IngressSettings(BaseModel):
     max_choices: int = Field(default=8, ge=1, le=1024)
     """Most answers to one prompt (`n`)."""
 
+    max_prompts: int = Field(default=128, ge=1, le=4096)
+    """Most prompts in one request to /v1/completions."""
+
     max_top_logprobs: int = Field(default=20, ge=0, le=1024)
     """Most tokens that are named for each place of an answer."""
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_app.ingress.errors import ApiError, bad_value
+from serve_app.ingress.errors import ApiError
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import ChatFormat
+from serve_app.openai.limits import too_many
 from serve_app.openai.protocol import ChatRequest, parse
-from serve_app.openai.requests import respond
+from serve_app.openai.requests import Asked, respond
 from serve_app.openai.services import Services
 from serve_app.openai.unserved import refuse_unserved_chat
 from serve_app.text.chat_template import Message
@@ -27,11 +28,12 @@ def chat_router(services: Services) -> APIRouter:
         refuse_unserved_chat(content)
         messages = content.get("messages")
         if isinstance(messages, list) and len(messages) > settings.max_messages:
-            raise bad_value("messages", f"at most {settings.max_messages} messages are allowed")
+            raise too_many("messages", len(messages), settings.max_messages, "messages")
         return parse(ChatRequest, content)
 
-    def build(body: ChatRequest) -> Prompt:
-        return chat_prompt(services.prompts, _said(body), "messages")
+    def build(body: ChatRequest) -> list[Asked]:
+        said = [(message.role, message.content) for message in body.messages]
+        return [Asked(chat_prompt(services.prompts, said, "messages"), "messages", conversation_opening(said))]
 
     def form(body: ChatRequest, model: str) -> ChatFormat:
         spelling = services.prompts.tokenizer.token_bytes if body.logprobs else None
@@ -39,15 +41,7 @@ def chat_router(services: Services) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
-        return await respond(
-            request,
-            services,
-            check=check,
-            build=build,
-            opening=lambda body: conversation_opening(_said(body)),
-            form=form,
-            prompt_param="messages",
-        )
+        return await respond(request, services, check=check, build=build, form=form)
 
     return router
 
@@ -70,7 +64,3 @@ def conversation_opening(said: Sequence[tuple[str, str]]) -> list[object]:
         if role == "user":
             break
     return opening
-
-
-def _said(body: ChatRequest) -> list[tuple[str, str]]:
-    return [(message.role, message.content) for message in body.messages]

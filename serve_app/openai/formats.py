@@ -115,20 +115,19 @@ class ChatFormat:
 class CompletionFormat:
     """The same object name, streamed or not, as the API has it.
 
-    echo   stands before the text of every choice
+    echoes   what stands before the text of each choice
     """
 
     model: str
-    choices: int
     include_usage: bool
     spelling: TokenBytes | None
-    echo: str
+    echoes: Sequence[str]
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
     end: bytes = DONE
 
     def opening(self) -> list[dict[str, object]]:
-        return [self._chunk(choice, self.echo) for choice in range(self.choices)] if self.echo else []
+        return [self._chunk(choice, echo) for choice, echo in enumerate(self.echoes) if echo]
 
     def piece(self, piece: Piece) -> dict[str, object]:
         return self._chunk(piece.choice, piece.text, self._logprobs(piece) if piece.tokens else None)
@@ -146,7 +145,7 @@ class CompletionFormat:
 
     def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
         choices = [
-            _text_choice(answer.choice, self.echo + answer.text, self._logprobs(answer), reason)
+            _text_choice(answer.choice, self.echoes[answer.choice] + answer.text, self._logprobs(answer), reason)
             for answer, reason in zip(answers, finished.reasons, strict=True)
         ]
         return self._head() | {"choices": choices, "usage": finished.usage.shown()}

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from serve_app.ingress.errors import bad_value, not_served
+from serve_app.ingress.errors import ApiError, bad_value, not_supported
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.protocol import ChatRequest, CompletingRequest, CompletionRequest, GenerationRequest
+from serve_app.openai.wording import misfit
 
 
 def check_generation(body: GenerationRequest, settings: IngressSettings, vocab_size: int) -> None:
     """For every request for an answer. `vocab_size`: ids that have a token are all below it."""
     if len(body.stop) > settings.max_stop_strings:
-        raise bad_value("stop", f"at most {settings.max_stop_strings} stop strings are allowed")
-    if any(len(stop) > settings.max_stop_length for stop in body.stop):
-        raise bad_value("stop", f"a stop string may have at most {settings.max_stop_length} characters")
+        raise too_many("stop", len(body.stop), settings.max_stop_strings, "stop strings")
+    longest = max(map(len, body.stop), default=0)
+    if longest > settings.max_stop_length:
+        raise bad_value("stop", f"a stop string may have at most {settings.max_stop_length} characters, not {longest}")
     if len(body.stop_token_ids) > settings.max_stop_token_ids:
-        raise bad_value("stop_token_ids", f"at most {settings.max_stop_token_ids} ids are allowed")
+        raise too_many("stop_token_ids", len(body.stop_token_ids), settings.max_stop_token_ids, "ids")
     if len(body.logit_bias) > settings.max_logit_biases:
-        raise bad_value("logit_bias", f"at most {settings.max_logit_biases} biases are allowed")
+        raise too_many("logit_bias", len(body.logit_bias), settings.max_logit_biases, "biases")
     check_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     check_token_ids((token for token, _ in body.logit_bias), vocab_size, "logit_bias")
 
@@ -29,25 +31,38 @@ def check_completing(body: CompletingRequest, settings: IngressSettings) -> None
     if body.stream_options is not None and not body.stream:
         raise bad_value("stream_options", "is only for a request with stream: true")
     if body.choices > settings.max_choices:
-        raise bad_value("n", f"at most {settings.max_choices} choices are allowed")
+        raise misfit("n", f"must be at most {settings.max_choices}", body.choices)
     if body.best_of is not None and body.best_of != body.choices:
-        raise bad_value("best_of", "is served only where it is equal to n")
+        raise misfit("best_of", f"must be equal to n, which is {body.choices}", body.best_of)
     if isinstance(body, ChatRequest):
         if body.top_logprobs and not body.logprobs:
             raise bad_value("top_logprobs", "is only for a request with logprobs: true")
         _check_likeliest(body.top_logprobs, settings, "top_logprobs")
     elif isinstance(body, CompletionRequest):
+        if len(body.prompt) > _most_prompts(settings):
+            raise too_many("prompt", len(body.prompt), _most_prompts(settings), "prompts")
         _check_likeliest(body.logprobs, settings, "logprobs")
         if body.echo and body.logprobs is not None:
             # The prompt's tokens would need logprobs of their own.
-            raise not_served("echo", ", or leave logprobs out")
+            raise not_supported("echo", "remove it, or `logprobs`")
 
 
 def check_token_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
-    if any(not 0 <= token < vocab_size for token in ids):
-        raise bad_value(param, f"a token id must be from 0 to {vocab_size - 1}")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise misfit(param, f"must have token ids from 0 to {vocab_size - 1}", token)
+
+
+def too_many(param: str, count: int, most: int, things: str) -> ApiError:
+    return bad_value(param, f"at most {most} {things} are allowed, not {count}")
+
+
+def _most_prompts(settings: IngressSettings) -> int:
+    """More than can be open at a time would be told to come back for ever."""
+    bounds = (settings.max_prompts, settings.max_turns, settings.max_turns_per_key)
+    return min(bound for bound in bounds if bound is not None)
 
 
 def _check_likeliest(count: int | None, settings: IngressSettings, param: str) -> None:
     if count is not None and count > settings.max_top_logprobs:
-        raise bad_value(param, f"at most {settings.max_top_logprobs} are named for each place")
+        raise misfit(param, f"must be at most {settings.max_top_logprobs}", count)

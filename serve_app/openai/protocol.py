@@ -2,7 +2,7 @@
 
 A number is never taken from a string or a boolean, and must be finite and in range. Null means absent, as
 everywhere in this API. Names that are not here are ignored, as the peers do; names of things that exist but
-are not served are in `unserved`.
+are not supported are in `unserved`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from engine_actor.options import MAX_INT32
 from serve_app.ingress.errors import bad_value
+from serve_app.openai.wording import first_error
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("text",)
@@ -36,7 +37,9 @@ _PART = {
 }
 _STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
-_PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_ONE_PROMPT: list[object] = [{"type": "string"}, _IDS]
+_PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}
 _ROLE = {"type": "string", "enum": list(ROLES)}
 _BIASES = {
     "anyOf": [
@@ -44,7 +47,7 @@ _BIASES = {
         {"type": "null"},
     ]
 }
-_TOKEN_IDS = {"anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 0}}, {"type": "null"}]}
+_TOKEN_IDS = {"anyOf": [_IDS, {"type": "null"}]}
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -60,9 +63,7 @@ def parse(model: type[M], content: Mapping[str, object]) -> M:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise bad_value(param, first["msg"]) from error
+        raise first_error(error) from error
 
 
 def refuse(message: str) -> NoReturn:
@@ -86,6 +87,8 @@ def _whole_text(value: object) -> str:
 
 
 Text = Annotated[str, BeforeValidator(_whole_text)]
+PlainPrompt = str | tuple[int, ...]
+"""A text, or token ids."""
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -124,12 +127,24 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _prompt(value: object) -> str | tuple[int, ...]:
-    """One text or one list of token ids. A list of one prompt is that prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            refuse("several prompts in one request are not served yet; send one request for each")
-        value = value[0]
+def _prompts(value: object) -> tuple[PlainPrompt, ...]:
+    """One prompt, or a list of them."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    prompts: list[PlainPrompt] = []
+    for i, one in enumerate(several):
+        try:
+            prompts.append(_prompt(one))
+        except PydanticCustomError as error:
+            raise bad_value(prompt_param(i, len(several)), error.message()) from error
+    return tuple(prompts)
+
+
+def prompt_param(index: int, count: int) -> str:
+    """How an error names one of the prompts of a request; a list of one prompt is that prompt."""
+    return "prompt" if count == 1 else f"prompt.{index}"
+
+
+def _prompt(value: object) -> PlainPrompt:
     if isinstance(value, str):
         return _whole_text(value)
     if not isinstance(value, list) or any(type(token) is not int for token in value):
@@ -157,14 +172,13 @@ def _part(part: object, index: int, kinds: Sequence[str]) -> str:
     if not isinstance(part, dict):
         refuse(f"part {index} must be an object with type and text")
     if part.get("type") not in kinds:
-        only = "the only one that is" if len(kinds) == 1 else "those that are"
-        refuse(f"part {index} is not of type {' or '.join(map(repr, kinds))}, {only} served")
+        refuse(f"part {index} must be of type {' or '.join(map(repr, kinds))}: this server takes text only")
     return _text(part.get("text"), f"the text of part {index}")
 
 
 def check_role(value: object) -> str:
     if value in ("tool", "function"):
-        refuse("tools are not served yet, so a message can't come from one")
+        refuse("tools are not supported by this server, so a message can't come from one")
     if not isinstance(value, str) or value not in ROLES:
         refuse(f"must be one of {', '.join(ROLES)}")
     return value
@@ -172,7 +186,7 @@ def check_role(value: object) -> str:
 
 def _no_calls(value: object) -> None:
     if value:
-        refuse("tools are not served yet, so a message can't call one")
+        refuse("tools are not supported by this server, so a message can't call one")
 
 
 class ChatMessage(Strict):
@@ -263,7 +277,7 @@ class ChatRequest(CompletingRequest):
 
 
 class CompletionRequest(CompletingRequest):
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt), WithJsonSchema(_PROMPT)]
+    prompt: Annotated[tuple[PlainPrompt, ...], BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_INT32)
     echo: bool | None = None
 

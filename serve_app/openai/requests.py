@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.ingress.body import read_json_object
-from serve_app.ingress.errors import model_not_found
+from serve_app.ingress.errors import bad_value, model_not_found
 from serve_app.ingress.request_log import RequestRecord, record_of
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.answer import TurnResponse
 from serve_app.openai.formats import AnswerFormat
 from serve_app.openai.identity import TurnIdentity, engine_owner, identify
 from serve_app.openai.limits import check_completing, check_generation
+from serve_app.openai.merge import merged_events
 from serve_app.openai.protocol import CompletingRequest, GenerationRequest
 from serve_app.openai.services import Services
-from serve_app.openai.turns import answer_events, make_turn, sampling_of
+from serve_app.openai.turns import Turn, answer_events, make_turn, sampling_of
 from serve_app.text.prompts import Prompt
 
 # Larger bodies are rendered and tokenized in a thread, so that they can't hold up everyone's streams.
@@ -29,18 +31,25 @@ B = TypeVar("B", bound=CompletingRequest)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt of a request. `param` is the field to blame, `opening` what a conversation starts with."""
+
+    prompt: Prompt
+    param: str
+    opening: Sequence[object]
+
+
 async def respond(
     request: Request,
     services: Services,
     *,
     check: Callable[[dict[str, object]], B],
-    build: Callable[[B], Prompt],
-    opening: Callable[[B], Sequence[object]],
+    build: Callable[[B], list[Asked]],
     form: Callable[[B, str], AnswerFormat],
-    prompt_param: str,
 ) -> Response:
-    """`check` refuses or parses the body, `build` makes the prompt, `opening` is what a conversation starts
-    with, `form` writes the answer, given the model's name too."""
+    """`check` refuses or parses the body, `build` makes its prompts, `form` writes the answer, given the model's name
+    too. Each prompt is a turn of its own."""
     settings = services.settings
     content, size = await read_json_object(request, settings.max_body_bytes)
     body = check(content)
@@ -48,20 +57,28 @@ async def respond(
     check_generation(body, settings, services.prompts.tokenizer.vocab_size)
     check_completing(body, settings)
     record = record_of(request.scope)
-    identity = identity_of(request, body, record, settings, [model, *opening(body)])
-    prompt = await off_loop_if_large(size, lambda: build(body))
-    turn = make_turn(
-        body,
-        prompt,
-        identity,
-        sampling_of(body, settings),
-        request_id=record.request_id,
-        tenant=record.owner,
-        prompt_param=prompt_param,
-        settings=settings,
-        limit=await services.context_limit(),
-    )
-    return TurnResponse(answer_events(services, turn), form(body, model), stream=bool(body.stream))
+    asked = await off_loop_if_large(size, lambda: build(body))
+    limit = await services.context_limit()
+
+    def turn_of(one: Asked) -> Turn:
+        identity = identity_of(request, body, record, settings, [model, *one.opening])
+        if len(asked) > 1 and identity.session_id is not None:
+            raise bad_value("prompt", "only one prompt can go on from a session, so send one, or name no session")
+        return make_turn(
+            body,
+            one.prompt,
+            identity,
+            sampling_of(body, settings),
+            request_id=record.request_id,
+            tenant=record.owner,
+            prompt_param=one.param,
+            settings=settings,
+            limit=limit,
+        )
+
+    answers = [answer_events(services, turn) for turn in map(turn_of, asked)]
+    events = answers[0] if len(answers) == 1 else merged_events(answers, body.choices)
+    return TurnResponse(events, form(body, model), stream=bool(body.stream))
 
 
 async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_app.ingress.body import read_json_object
-from serve_app.ingress.errors import ApiError, bad_value, not_served
+from serve_app.ingress.errors import ApiError, bad_value, not_supported
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.answer import TurnResponse
 from serve_app.openai.chat import chat_prompt, conversation_opening
@@ -43,7 +43,8 @@ def responses_router(services: Services) -> APIRouter:
         first = () if body.instructions is None else (("system", body.instructions),)
         messages = (*first, *history.messages, *own)
         if len(messages) > settings.max_messages:
-            raise bad_value("input", f"at most {settings.max_messages} messages are allowed, earlier ones included")
+            most, had = settings.max_messages, len(messages)
+            raise bad_value("input", f"at most {most} messages are allowed, earlier ones included, not {had}")
         sampling = sampling_of(body, settings)
         form = ResponseFormat(body, model, sampling.temperature, sampling.top_p)
         # The first of a chain names the session of all.
@@ -72,7 +73,7 @@ def responses_router(services: Services) -> APIRouter:
     async def retrieve(request: Request, response_id: str) -> Response:
         for name in ("stream", "include", "starting_after"):
             if request.query_params.get(name, "false") != "false":
-                raise not_served(name, "")
+                raise not_supported(name)
         shown = await services.store.get(record_of(request.scope).owner, response_id)
         if shown is None:
             raise _not_found(response_id)

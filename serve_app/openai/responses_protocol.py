@@ -32,7 +32,7 @@ _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM_
 
 def _kind(value: object) -> str:
     if value != "message":
-        refuse("must be 'message', the only kind of item that is served")
+        refuse("must be 'message': no other kind of item is supported by this server")
     return "message"
 
 

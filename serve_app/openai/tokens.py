@@ -11,7 +11,7 @@ from serve_app.ingress.body import read_json_object
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.chat import chat_prompt
 from serve_app.openai.document import json_body
-from serve_app.openai.limits import check_token_ids
+from serve_app.openai.limits import check_token_ids, too_many
 from serve_app.openai.protocol import ChatMessage, Strict, Text, parse
 from serve_app.openai.requests import checked_model, off_loop_if_large
 from serve_app.openai.services import Services
@@ -57,7 +57,7 @@ def tokens_router(services: Services) -> APIRouter:
         if body.messages is not None and body.add_special_tokens:
             raise bad_value("add_special_tokens", "the chat template writes its own; leave it out or false")
         if body.messages is not None and len(body.messages) > settings.max_messages:
-            raise bad_value("messages", f"at most {settings.max_messages} messages are allowed")
+            raise too_many("messages", len(body.messages), settings.max_messages, "messages")
         ids = await off_loop_if_large(size, lambda: ids_of(body))
         return {"count": len(ids), "max_model_len": await services.context_limit(), "tokens": ids}
 

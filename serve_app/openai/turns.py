@@ -130,7 +130,7 @@ def make_turn(
         wanted = min(wanted, room) if wanted else room
     least = body.min_tokens or 0
     if wanted and least > wanted:
-        raise bad_value("min_tokens", f"this answer can have at most {wanted} tokens")
+        raise bad_value("min_tokens", f"this answer can have at most {wanted} tokens, not {least}")
     request = TurnRequest(
         request_id=request_id,
         owner=engine_owner(tenant, body.cache_salt),

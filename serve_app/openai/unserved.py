@@ -1,4 +1,4 @@
-"""Parameters that the API knows and this server does not serve yet.
+"""Parameters that the API knows and this server does not support.
 
 Each may have the values that mean "not used". Anything else is refused by name: to ignore it would give an
 answer that is not what was asked for.
@@ -6,9 +6,10 @@ answer that is not what was asked for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
-from serve_app.ingress.errors import not_served
+from serve_app.ingress.errors import not_supported
 
 _OFF = (False,)
 _ZERO = (0, 0.0)
@@ -60,8 +61,6 @@ _CHAT = _COMMON | {
     "echo": _OFF,
 }
 _COMPLETION = _COMMON | {"suffix": _EMPTY}
-
-
 _RESPONSES = _COMMON | {
     "n": (1,),
     "best_of": (1,),
@@ -123,9 +122,5 @@ def _refuse(content: Mapping[str, object], table: Mapping[str, tuple[object, ...
         if value is not None and not any(value == ok and type(value) is type(ok) for ok in harmless):
             # A default like 0.0 stands beside its 0 and need not be named twice.
             shown = [ok for i, ok in enumerate(harmless) if ok not in harmless[:i]]
-            accepted = f" or set it to {' or '.join(map(_json, shown))}" if shown else ""
-            raise not_served(name, accepted)
-
-
-def _json(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace("'", '"') or '""'
+            accepted = f", or set it to {' or '.join(map(json.dumps, shown))}" if shown else ""
+            raise not_supported(name, "remove it" + accepted)

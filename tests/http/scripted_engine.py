@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from itertools import zip_longest
 
 from engine_actor.sampling.logprobs import TokenLogprob
@@ -52,9 +52,11 @@ class ScriptedEngine:
     """Lives in the server's thread; tests set its fields before a request and read its records after it.
 
     reply        token ids of the answer; a turn's limit cuts them
+    reply_to     gives them for the ids of a prompt, where prompts differ
     replies      those of the choices, where they differ
     chunks       how many tokens each delta holds, over and over
     refusal      refuse every turn with this
+    refusal_of   gives it for the ids of a prompt, or None
     fail_at      raise `error` before this delta (0: before TurnAccepted)
     failed       end with EndReason.FAILED and this message
     hold_at      before this delta wait for `release` (0: before TurnAccepted)
@@ -65,9 +67,11 @@ class ScriptedEngine:
 
     def reset(self) -> None:
         self.reply: list[int] = []
+        self.reply_to: Callable[[tuple[int, ...]], list[int]] | None = None
         self.replies: list[list[int]] | None = None
         self.chunks = [1]
         self.refusal: TurnRefused | None = None
+        self.refusal_of: Callable[[tuple[int, ...]], TurnRefused | None] | None = None
         self.fail_at: int | None = None
         self.error: Exception = RuntimeError("scripted failure")
         self.failed: str | None = None
@@ -107,8 +111,9 @@ class ScriptedEngine:
             self.running -= 1
 
     def _deltas(self, request: TurnRequest) -> list[TurnDelta]:
-        if self.refusal is not None:
-            return [self.refusal]
+        refusal = self.refusal_of(request.prompt_ids) if self.refusal_of is not None else self.refusal
+        if refusal is not None:
+            return [refusal]
         choices = [self._choice(request, choice) for choice in range(request.choices)]
         # One delta of each choice in turn, as steps of an engine bring them.
         mixed = [delta for step in zip_longest(*choices) for delta in step if delta is not None]
@@ -116,6 +121,8 @@ class ScriptedEngine:
 
     def _choice(self, request: TurnRequest, choice: int) -> list[TurnDelta]:
         prompt, reply = len(request.prompt_ids), self.reply if self.replies is None else self.replies[choice]
+        if self.reply_to is not None:
+            reply = self.reply_to(request.prompt_ids)
         limit = request.max_generated_tokens or len(reply)
         ids, reason = reply[:limit], EndReason.LENGTH if len(reply) > limit else EndReason.STOP
         deltas: list[TurnDelta] = []

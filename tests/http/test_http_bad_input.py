@@ -85,7 +85,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     (message(role="assistant", function_call={"name": "f"}), "messages.0.function_call"),
 ]  # fmt: skip
 
-# Things that the API knows and that are not served: said by name, never ignored.
+# Things that the API knows and this server does not support: said by name, never ignored.
 NOT_SERVED: list[tuple[str, Any]] = [
     ("length_penalty", 2),
     ("tools", [{"type": "function"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {}),
@@ -101,8 +101,11 @@ NOT_SERVED: list[tuple[str, Any]] = [
 
 COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"prompt": v}, "prompt") for v in
-      (None, "", [], 5, True, {}, ["a", "b"], [[1], [2]], [""], [[]], [1, "a"], [True], [1.0], [None], [-1], [49152],
+      (None, "", [], 5, True, {}, ["a"] * 129, [[1]] * 129, [""], [[]], [1, "a"], [True], [1.0], [None], [-1], [49152],
        [2**63], [HUGE], [NAN], "\ud800", ["\udc00"], [["a"]], [[[1]]], [{}])],
+    *[({"prompt": ["a", v, "b"]}, "prompt.1") for v in
+      (None, "", [], 5, True, {}, "\ud800", ["a"], [1.0], [True], [-1], [49152], [HUGE], [[1]])],
+    ({"prompt": ["a", "b"], "session_id": "s"}, "prompt"),
     ({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"n": 9}, "n"), ({"n": 0}, "n"),
     *[({"echo": v}, "echo") for v in ("true", 1, [])],
     *[({"echo": True, "logprobs": v}, "echo") for v in (0, 5)],
@@ -184,6 +187,7 @@ def assert_refused(server: Server, path: str, content: Any, param: str | None) -
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert param is None or param in error["message"]
+    assert "should" not in error["message"]  # the words of a library
     assert len(response.content) < 4000
     assert server.engine.requests == []
     assert server.chat().status_code == 200
@@ -204,7 +208,7 @@ def test_what_is_not_served_is_refused_by_name(server: Server, name: str, value:
     assert response.status_code == 400
     error = error_of(response)
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert "not served" in error["message"]
+    assert f"`{name}` is not supported by this server: remove it" in error["message"]
     assert server.chat().status_code == 200
 
 
@@ -279,6 +283,7 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_true_numbers(server
         error = error_of(response)
         assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
         assert f"{length} tokens" in error["message"] and "512 tokens" in error["message"]
+    assert error_of(server.complete([[5] * 511, [5] * 512]))["param"] == "prompt.1"
     response = server.chat("word " * 600)
     assert error_of(response)["param"] == "messages"
     assert len(server.engine.requests) == 1
@@ -360,6 +365,41 @@ def test_no_json_gets_a_500(server: Server, fields: dict[str, Any], path: str, v
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert error_of(response)["param"].split(".")[0] in {*FIELDS, "model"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        (CHAT, {"max_tokens": "5"}, 'max_tokens must be a whole number, not "5"'),
+        (CHAT, {"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
+        (CHAT, {"max_tokens": [1] * 50}, "max_tokens must be a whole number, not a list"),
+        (CHAT, {"temperature": 2.5}, "temperature must be at most 2, not 2.5"),
+        (CHAT, {"temperature": "x" * 50}, "temperature must be a number, not a text of 50 characters"),
+        (CHAT, {"temperature": NAN}, "temperature must be a finite number, not NaN"),
+        (CHAT, {"top_p": 0}, "top_p must be more than 0, not 0"),
+        (CHAT, {"stream": 1}, "stream must be true or false, not 1"),
+        (CHAT, {"messages": "Hi"}, 'messages must be a list, not "Hi"'),
+        (CHAT, {"messages": []}, "messages must not be empty"),
+        (CHAT, {"messages": [7]}, "messages.0 must be an object, not 7"),
+        (CHAT, {"n": 9}, "n must be at most 8, not 9"),
+        (CHAT, {"stop": ["x"] * 17}, "stop: at most 16 stop strings are allowed, not 17"),
+        (CHAT, {"user": "x" * 4097}, "user may have at most 4096 characters, not 4097"),
+        (CHAT, {"tools": [{}]}, '`tools` is not supported by this server: remove it, or set it to [] or {} or "".'),
+        (CHAT, {"audio": {}}, "`audio` is not supported by this server: remove it."),
+        (COMPLETIONS, {"prompt": ["a", 5]}, "prompt.1: must be a string or a list of token ids"),
+        (COMPLETIONS, {"prompt": [49152]}, "prompt must have token ids from 0 to 49151, not 49152"),
+        (RESPONSES, {"metadata": 5}, "metadata must be an object, not 5"),
+    ],
+)
+def test_an_error_says_what_must_be_and_what_was(
+    server: Server, path: str, fields: dict[str, Any], message: str
+) -> None:
+    content = {"messages": USER, "prompt": "x", "input": "x"}
+    if path == RESPONSES:
+        del content["messages"], content["prompt"]
+    response = server.client.post(path, content=dump(content | fields))
+    assert error_of(response)["message"] == message
 
 
 def test_a_number_too_large_for_a_float_is_refused_by_name(server: Server) -> None:
