@@ -22,11 +22,12 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.engine import Engine
 from engine_actor.errors import EngineUnhealthy
+from engine_actor.heartbeat import Snapshot
 from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
 from engine_actor.memory.window_ring import ring_blocks
 from engine_actor.options import EngineConfig
 from engine_actor.outcomes import StepReport
-from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Snapshot, Turn
+from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Turn
 from engine_actor.sessions import Detokenize, SessionTable
 from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import (
@@ -264,31 +265,33 @@ class EngineActor:
             "sessions": list(snapshot.sessions),
             "load": snapshot.running + snapshot.waiting,
             "free_blocks": snapshot.free_blocks,
-            "accepting": self._accepting and self._healthy(),
+            "accepting": self._accepting and self.failure() is None,
         }
 
     def _snapshot(self) -> Snapshot:
         return self._owner.heartbeat.snapshot if self._owner is not None else Snapshot()
-
-    def _healthy(self) -> bool:
-        return self._owner is not None and self._owner.heartbeat.failure is None
 
     async def check_integrity(self) -> None:
         """Raises ContractViolation if any part of the engine's state contradicts another."""
         await self._on_owner(lambda loop: loop.engine.check_integrity())
 
     def check_health(self) -> None:
-        """Raises EngineUnhealthy if the owner thread is gone, has failed, or has not come round for too long."""
+        """Raises EngineUnhealthy if `failure` has something to say."""
+        if (failure := self.failure()) is not None:
+            raise EngineUnhealthy(failure)
+
+    def failure(self) -> str | None:
+        """Why the engine makes no progress: its owner thread is gone, has failed, or has not come round for too long.
+        Known at once, since nobody is asked."""
         if self._owner is None or self._thread is None:
-            raise EngineUnhealthy("the engine has not started")
+            return "the engine has not started"
         heartbeat = self._owner.heartbeat
         if heartbeat.failure is not None:
-            raise EngineUnhealthy(f"the engine stopped: {heartbeat.failure}")
+            return f"the engine stopped: {heartbeat.failure}"
         if not self._thread.is_alive():
-            raise EngineUnhealthy("the owner thread has ended")
+            return "the owner thread has ended"
         age = time.monotonic() - heartbeat.last_round
-        if age > self.options.max_step_seconds:
-            raise EngineUnhealthy(f"no step and no idle tick for {age:.0f} s")
+        return f"no step and no idle tick for {age:.0f} s" if age > self.options.max_step_seconds else None
 
     @property
     def context_length(self) -> int:

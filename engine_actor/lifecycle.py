@@ -107,7 +107,7 @@ class Lifecycle:
         record.turn_id += 1
         record.turn_options = options
         record.turn_prompt_tokens = len(added)
-        record.turn_generated = 0
+        record.turn_generated = options.resumed_tokens
         record.cached_tokens = record.processed
         record.prompt_boundary = record.history.length
         record.finish_reason = None
@@ -271,7 +271,10 @@ class Lifecycle:
         return added
 
     def _check_options(self, record: RequestRecord, added: int, options: TurnOptions) -> None:
-        room = record.max_total - record.history.length - added
+        length = record.history.length + added
+        if options.resumed_tokens >= length:
+            raise InvalidOption("resumed_tokens", options.resumed_tokens, f"less than the {length} tokens given")
+        room = record.max_total - length + options.resumed_tokens
         if options.min_generated_tokens > room:
             raise InvalidOption("min_generated_tokens", options.min_generated_tokens, f"at most {room}, the room left")
         if options.logprobs is not None and options.logprobs > self.vocab_size:

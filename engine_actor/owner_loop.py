@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from engine_actor.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy
-from engine_actor.events import EngineEvent, EventFlags
+from engine_actor.events import EngineEvent, ErrorCode, EventFlags
+from engine_actor.heartbeat import SNAPSHOT_SECONDS, Heartbeat, Snapshot
 from engine_actor.outcomes import StepOutcome, StepReport
 from engine_actor.request import FinishReason
 from engine_actor.sessions import BegunTurn, Conversation, SessionTable
@@ -36,7 +37,6 @@ logger = logging.getLogger("moorage.engine")
 IDLE_TICK_SECONDS = 1.0
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.01, 1.0
 MAX_EVENTS = 4096
-SNAPSHOT_SECONDS = 0.1
 
 _LENGTH = (FinishReason.MAX_GENERATED_TOKENS, FinishReason.MAX_SESSION_TOKENS)
 _STOP = (FinishReason.EOS, FinishReason.STOP_SEQUENCE)
@@ -79,27 +79,6 @@ class OwnerLimits:
     max_queued_turns: int
     max_turns_per_session: int
     retry_after: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What routers want to know, as of the last rounds."""
-
-    sessions: tuple[str, ...] = ()
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-
-
-@dataclass(slots=True)
-class Heartbeat:
-    """Written by the owner thread, read by others without asking it: its last round, the failure that ended it, and
-    a snapshot that is at most SNAPSHOT_SECONDS older than the last round."""
-
-    last_round: float = field(default_factory=time.monotonic)
-    failure: BaseException | None = None
-    snapshot: Snapshot = field(default_factory=Snapshot)
-    snapshot_taken: float = 0.0
 
 
 class OwnerLoop:
@@ -146,15 +125,18 @@ class OwnerLoop:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until `stop`. If the engine fails, every open turn ends with the reason and later ones are refused."""
+        """Until `stop`. If the engine fails, every open turn ends with the reason, so that another replica can go on
+        with it, and later ones are refused."""
         pause = 0.0
-        while self._take_commands(pause):
-            self.heartbeat.last_round = time.monotonic()
+        while True:
             try:
+                if not self._take_commands(pause):
+                    break
+                self.heartbeat.last_round = time.monotonic()
                 pause = IDLE_TICK_SECONDS if self.heartbeat.failure else self._round()
             except BaseException as failure:
                 logger.exception("the engine of %s stopped", self._replica)
-                self.heartbeat.failure = failure
+                self.heartbeat.failure = self.heartbeat.failure or failure
                 self._end_all(f"the engine stopped: {failure}")
             self._flush()
             self._take_snapshot(now=pause > 0)
@@ -172,8 +154,7 @@ class OwnerLoop:
 
     def _round(self) -> float:
         """One transaction, if there is work. Returns how long to sleep before the next one, unless a command comes."""
-        if self.engine.fatal_error is not None:
-            raise self.engine.fatal_error
+        self._raise_if_stopped()
         if not self.engine.has_pending_requests():
             self.sessions.expire()
             return IDLE_TICK_SECONDS
@@ -183,6 +164,7 @@ class OwnerLoop:
             logger.warning("no memory to plan a step: %s", error)
             return self._longer_pause()
         self._collect(events)
+        self._raise_if_stopped()  # before the ends that it caused go out: who hears them must find the replica failed
         report = self.engine.last_report
         if report.transaction_id == self._last_transaction:
             return 0.0  # older events were drained, and no step was made
@@ -195,6 +177,10 @@ class OwnerLoop:
         self._retry_seconds = 0.0
         blocked = report.outcome is StepOutcome.CAPACITY_DEFERRED and not evicted
         return IDLE_TICK_SECONDS if blocked else 0.0
+
+    def _raise_if_stopped(self) -> None:
+        if self.engine.fatal_error is not None:
+            raise self.engine.fatal_error
 
     def _longer_pause(self) -> float:
         """Before a step that could not be made is tried again: each time twice as long, so that nothing spins."""
@@ -221,13 +207,14 @@ class OwnerLoop:
         if self.heartbeat.failure is not None:
             self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {self.heartbeat.failure}")
             return
+        resumed = turn.request.resumed_tokens is not None  # accepted once: no limit of a queue may end it
         waiting = self.engine.stats()["waiting"] + self.sessions.waiting_turns()
-        if waiting >= self._limits.max_queued_turns:
+        if waiting >= self._limits.max_queued_turns and not resumed:
             self._refuse(turn, RefusalCode.QUEUE_FULL, f"{waiting} turns are waiting already")
             return
         conversation = turn.conversation = self.sessions.open(turn.request)
         if conversation is not None and conversation.running:
-            if len(conversation.waiting) + 1 >= self._limits.max_turns_per_session:
+            if len(conversation.waiting) + 1 >= self._limits.max_turns_per_session and not resumed:
                 text = f"{len(conversation.waiting) + 1} turns of this session run or wait already"
                 self._refuse(turn, RefusalCode.SESSION_BUSY, text)
             else:
@@ -277,7 +264,8 @@ class OwnerLoop:
             self._refuse(turn, RefusalCode.INVALID, str(error))
         else:
             self._run_choice(Choice(turn, 0, begun, branched=turn.request.choices == 1))
-            self._send(turn, TurnAccepted(self._replica, begun.prompt_tokens, begun.cached_tokens))
+            accepted = TurnAccepted(self._replica, begun.prompt_tokens, begun.cached_tokens, begun.own_tokens)
+            self._send(turn, accepted)
             return
         if turn.conversation is not None:
             self.sessions.forget_if_empty(turn.conversation)
@@ -329,16 +317,27 @@ class OwnerLoop:
             reason = EndReason.STOP
         elif event.finish_reason in _LENGTH:
             reason = EndReason.LENGTH
-        self._end(choice, reason, usage.generated_tokens, event.message, usage.cached_tokens)
+        gone = event.error_code == ErrorCode.FATAL
+        self._end(choice, reason, usage.generated_tokens, event.message, usage.cached_tokens, resumable=gone)
         if choice.stays:
             assert conversation is not None
             self.sessions.ended(conversation)
             self._begin_next(conversation)
 
-    def _end(self, choice: Choice, reason: EndReason, generated: int, message: str, cached: int = 0) -> None:
+    def _end(
+        self,
+        choice: Choice,
+        reason: EndReason,
+        generated: int,
+        message: str,
+        cached: int = 0,
+        *,
+        resumable: bool = False,
+    ) -> None:
         """The last delta of a choice, and of its turn if no other choice runs."""
         prompt = choice.begun.prompt_tokens
-        self._send(choice.turn, TurnEnded(reason, prompt, cached, generated, message, choice.index))
+        ended = TurnEnded(reason, prompt, cached, generated, message, choice.index, resumable)
+        self._send(choice.turn, ended)
         self._drop(choice)
         if not choice.turn.choices:
             self._close(choice.turn)
@@ -357,7 +356,7 @@ class OwnerLoop:
 
     def _end_all(self, message: str) -> None:
         for choice in list(self._running.values()):
-            self._end(choice, EndReason.FAILED, 0, message)
+            self._end(choice, EndReason.FAILED, 0, message, resumable=True)
         for waiting in self.sessions.take_waiting():
             assert isinstance(waiting, Turn)
             self._refuse(waiting, RefusalCode.UNAVAILABLE, message)

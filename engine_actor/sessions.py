@@ -8,6 +8,9 @@ A new turn comes as the whole rendered prompt. What is resident is kept as far a
 
 History that this server generated may come back as text whose tokens differ from those it generated. A span whose text
 has the digest of a generated answer is therefore replaced by the answer's own tokens before the two are compared.
+
+A turn that another replica had begun comes as prompt + what was generated there. Both stand as they are; the answer
+begins where it began there.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from engine_actor.errors import ContextLengthExceeded, InvalidCall, InvalidOptio
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.outcomes import Deferral
 from engine_actor.request import Request, RequestStatus
-from engine_actor.turns import ForkOutcome, SessionInfo, TurnRequest, session_key
+from engine_actor.turns import ForkOutcome, OwnTokens, SessionInfo, TurnRequest, session_key
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -33,7 +36,8 @@ REMEMBERED_PER_SESSION = 4  # evicted conversations whose tokens are remembered,
 
 @dataclass(slots=True)
 class Answer:
-    """Tokens [start, end) of a conversation were generated here; the digest of their text is computed when needed."""
+    """Tokens [start, end) of a conversation are an answer: the client said so, and what its text's digest is, or they
+    were generated here, and the digest is computed when it is needed."""
 
     start: int
     end: int
@@ -65,6 +69,7 @@ class BegunTurn:
     turn_id: int
     prompt_tokens: int
     cached_tokens: int
+    own_tokens: OwnTokens = ()
 
 
 def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
@@ -80,6 +85,7 @@ def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
         turn.priority,
         turn.min_generated_tokens,
         turn.logprobs,
+        turn.resumed_tokens or 0,
     )
 
 
@@ -135,11 +141,14 @@ class SessionTable:
     def begin(self, turn: TurnRequest, conversation: Conversation | None) -> BegunTurn:
         """Begins a turn in the engine. Raises ContextLengthExceeded or InvalidOption; the conversation is then as it
         was, except that memory which the new prompt could not have used may be gone."""
+        assert turn.choices == 1 or turn.resumed_tokens is None
         options = options_of(turn)
         if conversation is None:
             request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
             return self._start(request, list(turn.prompt_ids), 0, options)
-        prompt = self._with_own_tokens(turn, conversation)
+        own_tokens = self._own_tokens(turn, conversation)
+        turn = turn.with_own_tokens(own_tokens)
+        prompt = list(turn.prompt_ids)
         if len(prompt) >= self._engine.max_length:
             raise ContextLengthExceeded(0, len(prompt), self._engine.max_length)
         agreed = common_prefix(conversation.sequence(), prompt)
@@ -152,10 +161,10 @@ class SessionTable:
             resident = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
         begun = self._start(resident, prompt, keep, options)
         conversation.request, conversation.tokens = resident, []
-        conversation.answers = [answer for answer in conversation.answers if answer.end <= agreed]
-        conversation.answers.append(Answer(len(prompt), len(prompt)))
+        conversation.answers = [Answer(span.start, span.end, span.digest) for span in turn.spans]
+        conversation.answers.append(Answer(turn.prompt_tokens, len(prompt)))
         conversation.running = True
-        return begun
+        return replace(begun, own_tokens=own_tokens)
 
     def branch(self, turn: TurnRequest, begun: BegunTurn, choice: int) -> BegunTurn:
         """Another choice of a turn whose prompt the first choice has computed: a fork shares its blocks. Where there is
@@ -176,7 +185,7 @@ class SessionTable:
             if request.status is RequestStatus.UNASSIGNED:
                 request.close()
             raise
-        return BegunTurn(request, turn_id, len(prompt), request.processed_length)
+        return BegunTurn(request, turn_id, len(prompt) - options.resumed_tokens, request.processed_length)
 
     def ended(self, conversation: Conversation) -> None:
         """The turn is complete and its events are drained: the conversation is dormant from now on."""
@@ -214,23 +223,21 @@ class SessionTable:
         self._forget_surplus()
         return ForkOutcome.FORKED
 
-    def _with_own_tokens(self, turn: TurnRequest, conversation: Conversation) -> list[int]:
-        prompt = list(turn.prompt_ids)
-        if not turn.spans or self._detokenize is None or not conversation.answers:
-            return prompt
-        sequence = conversation.sequence()
-        unused = deque(conversation.answers)
-        spliced: list[int] = []
-        at = 0
-        for span in turn.spans:
-            while unused and self._digest(unused[0], sequence) != span.digest:
-                unused.popleft()
-            if not unused:
-                break
-            answer = unused.popleft()
-            spliced += prompt[at : span.start] + sequence[answer.start : answer.end]
-            at = span.end
-        return spliced + prompt[at:]
+    def _own_tokens(self, turn: TurnRequest, conversation: Conversation) -> OwnTokens:
+        """The spans that stand here in other tokens. Spans and answers are in order; either may have some that the
+        other lacks. What another replica accepted stands as it is."""
+        if self._detokenize is None or turn.resumed_tokens is not None:
+            return ()
+        sequence, answers, own = conversation.sequence(), conversation.answers, []
+        unused = 0
+        for index, span in enumerate(turn.spans):
+            found = (i for i in range(unused, len(answers)) if self._digest(answers[i], sequence) == span.digest)
+            if (at := next(found, None)) is not None:
+                tokens = tuple(sequence[answers[at].start : answers[at].end])
+                if tokens != turn.prompt_ids[span.start : span.end]:
+                    own.append((index, tokens))
+                unused = at + 1
+        return tuple(own)
 
     def _digest(self, answer: Answer, sequence: list[int]) -> bytes:
         if answer.digest is None:

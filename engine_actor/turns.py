@@ -8,11 +8,15 @@ Refusal is data, not an exception, so that the local and the remote path see the
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
+
+OwnTokens = tuple[tuple[int, tuple[int, ...]], ...]
+"""(index of a span, the tokens that stand there instead of the caller's), in order of the spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class TurnRequest:
     min_generated_tokens  before this many, nothing that would end the turn is chosen
     logprobs              None: none; k: those of each token and of the k likeliest in its place
     choices               independent answers to the one prompt; all but the first are anonymous
+    resumed_tokens        None: a new turn. k: one that another replica had accepted before it was lost; the last k of
+                          `prompt_ids` are what it generated. Its history stands as it is, and no full queue refuses it
     """
 
     request_id: str
@@ -52,6 +58,32 @@ class TurnRequest:
     min_generated_tokens: int = 0
     logprobs: int | None = None
     choices: int = 1
+    resumed_tokens: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the answer."""
+        return len(self.prompt_ids) - (self.resumed_tokens or 0)
+
+    def with_own_tokens(self, own: OwnTokens) -> TurnRequest:
+        """The same turn with other tokens in some of its spans."""
+        if not own:
+            return self
+        tokens_of = dict(own)
+        prompt: list[int] = []
+        spans: list[HistorySpan] = []
+        at = 0
+        for index, span in enumerate(self.spans):
+            prompt += self.prompt_ids[at : span.start]
+            start = len(prompt)
+            prompt += tokens_of.get(index, self.prompt_ids[span.start : span.end])
+            spans.append(HistorySpan(start, len(prompt), span.digest))
+            at = span.end
+        return replace(self, prompt_ids=(*prompt, *self.prompt_ids[at:]), spans=tuple(spans))
+
+    def resumed(self, generated: Sequence[int]) -> TurnRequest:
+        """The turn as another replica goes on with it. `self` is as it was accepted."""
+        return replace(self, prompt_ids=(*self.prompt_ids, *generated), resumed_tokens=len(generated))
 
 
 class RefusalCode(StrEnum):
@@ -78,11 +110,13 @@ class TurnRefused:
 @dataclass(frozen=True, slots=True)
 class TurnAccepted:
     """The engine has taken the turn. `cached_tokens`: KV positions that are not recomputed; known at this moment,
-    since the resident cache is matched when the turn begins."""
+    since the resident cache is matched when the turn begins. `own_tokens`: where history was taken from what this
+    replica generated, and differs from the tokens of the request."""
 
     replica: str
     prompt_tokens: int
     cached_tokens: int
+    own_tokens: OwnTokens = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +137,8 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """The last message of a choice; an accepted turn ends with that of its last choice."""
+    """The last message of a choice; an accepted turn ends with that of its last choice. `resumable`, with FAILED: the
+    engine is gone, the turn is not to blame, and another engine can go on with it."""
 
     reason: EndReason
     prompt_tokens: int
@@ -111,6 +146,7 @@ class TurnEnded:
     generated_tokens: int
     message: str = ""
     choice: int = 0
+    resumable: bool = False
 
 
 TurnDelta = TurnAccepted | TurnTokens | TurnEnded | TurnRefused
