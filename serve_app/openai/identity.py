@@ -48,7 +48,7 @@ def identify(
 
     Raises ApiError for a session name that is not printable, empty or too long.
     """
-    named = _header(headers, settings.session_header)
+    named = named_header(headers, settings.session_header)
     if named is not None:
         session_id = checked_session_id(named, settings.session_header, settings)
     elif body_session_id is not None:
@@ -68,7 +68,7 @@ def checked_session_id(value: str, param: str, settings: IngressSettings) -> str
     return value
 
 
-def _header(headers: Headers, name: str) -> str | None:
+def named_header(headers: Headers, name: str) -> str | None:
     """The header of this name, whatever its case and with `-` or `_`."""
     wanted = name.lower().replace("_", "-")
     return next((v for k, v in headers.items() if k.lower().replace("_", "-") == wanted), None)
