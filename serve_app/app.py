@@ -19,6 +19,7 @@ from serve_app.config import AppArgs
 from serve_app.deployments import EngineDeployment, Ingress
 from serve_app.handle_response_store import LEASE_SECONDS
 from serve_app.responses.memory_store import MemoryResponseStore
+from serve_app.telemetry.logs import logging_config
 
 # Names of the deployments, as `serve status` and config files show them.
 ENGINES = "EngineDeployment"
@@ -54,6 +55,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
         "graceful_shutdown_timeout_s": args.graceful_shutdown_timeout_seconds,
         "graceful_shutdown_wait_loop_s": 0.2,
         "max_constructor_retry_count": CONSTRUCTOR_TRIES,
+        "logging_config": logging_config(args.log_format),
     }
     engines = (
         serve.deployment(engine)
@@ -72,7 +74,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
                 request_routing_stats_timeout_s=5.0,
             ),
         )
-        .bind(args.actor_options(cores=cores, on_gpu=gpus > 0))
+        .bind(args.actor_options(cores=cores, on_gpu=gpus > 0), args.model_name())
     )
     responses = (
         serve.deployment(MemoryResponseStore)

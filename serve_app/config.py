@@ -154,6 +154,10 @@ class AppArgs(BaseModel):
     )
 
     # Operations
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="How replicas and ingress processes write their logs: text or json, one object a line.",
+    )
     placement_timeout_seconds: float = Field(
         10.0, gt=0, le=3600, description="How long a turn waits for any replica to exist before it gets 503."
     )

@@ -10,6 +10,7 @@ loop that Serve runs user code on, which must never block: models load in a thre
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
+from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
@@ -32,6 +34,10 @@ from serve_app.handle_response_store import HandleResponseStore
 from serve_app.ingress.app import create_app
 from serve_app.local_ports import require_key_beyond_loopback
 from serve_app.model_store import resolve_model
+from serve_app.telemetry.logs import join_serve_log
+from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
+from serve_app.telemetry.observers import StepWatch, TurnWatch
+from serve_app.telemetry.reporter import Reporter
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
@@ -39,30 +45,50 @@ from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from engine_actor.actor import EngineActor
 
+logger = logging.getLogger("moorage.engine")
+
 
 class EngineDeployment:
     """One engine and its model. Everything but `stream_turn` answers at once."""
 
-    async def __init__(self, options: ActorOptions) -> None:  # type: ignore[misc]  # Serve awaits it
-        # Here, because it loads torch, which neither the driver nor an ingress needs.
-        from engine_actor.actor import EngineActor
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, options: ActorOptions, model_name: str
+    ) -> None:
+        """`model_name`: as clients and metrics know it."""
+        join_serve_log()
+        watch = Stopwatch()
+        with watch.step("import the engine"):
+            # Here, because it loads torch, which neither the driver nor an ingress needs.
+            from engine_actor.actor import EngineActor
 
         self._replica: str = serve.get_replica_context().replica_id.unique_id
-        path = await asyncio.to_thread(resolve_model, options.model)
-        tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        with watch.step("fetch model"):
+            path = await asyncio.to_thread(resolve_model, options.model)
+        with watch.step("load tokenizer"):
+            tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        self._metrics = EngineMetrics(partial(open_in_ray, model_name=model_name))
         self._actor: EngineActor = EngineActor(
-            replace(options, model=str(path)), self._replica, partial(_answer_text, tokenizer)
+            replace(options, model=str(path)),
+            self._replica,
+            partial(_answer_text, tokenizer),
+            on_step=StepWatch(self._metrics),
         )
         self._report = await self._actor.start()
+        self._start_seconds = watch.seconds | self._report.seconds
+        steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._start_seconds.items())
+        logger.info("%s: started: %s", self._replica, steps, extra={"start_seconds": self._start_seconds})
+        self._reporting = asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run())
 
     async def stream_turn(
         self, request: TurnRequest, avoid: tuple[str, ...] = ()
     ) -> AsyncGenerator[str | TurnDelta, None]:
         """This replica's id, then the deltas of the turn. `avoid` is for the router alone."""
         yield self._replica
-        async with aclosing(self._actor.stream_turn(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        with TurnWatch(self._metrics, request.choices) as watch:
+            async with aclosing(self._actor.stream_turn(request)) as deltas:
+                async for delta in deltas:
+                    watch.note(delta)
+                    yield delta
 
     async def sessions(self, owner: str | None) -> list[SessionInfo]:
         return await self._actor.sessions(owner)
@@ -97,7 +123,7 @@ class EngineDeployment:
             "pool_bytes": pool.bytes,
             "longest_sequence": self._actor.context_length,
             "limited_by_pool": pool.limited_by_pool,
-            "seconds": self._report.seconds,
+            "start_seconds": self._start_seconds,
         }
 
     async def stats(self) -> dict[str, float]:
@@ -112,7 +138,10 @@ class EngineDeployment:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops, after its turns have ended or their time has run out."""
-        actor = getattr(self, "_actor", None)  # absent if the constructor failed
+        reporting = getattr(self, "_reporting", None)  # absent if the constructor failed
+        if reporting is not None:
+            reporting.cancel()
+        actor = getattr(self, "_actor", None)
         if actor is not None:
             await actor.stop()
 
@@ -129,6 +158,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, args: AppArgs, keys: tuple[SecretStr, ...], engines: DeploymentHandle, responses: DeploymentHandle
     ) -> None:
+        join_serve_log()
         # A config file binds 0.0.0.0 unless it says otherwise, so the rule of the command line holds here
         # too.
         require_key_beyond_loopback(_get_global_client().http_config.host, has_keys=bool(keys))

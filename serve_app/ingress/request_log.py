@@ -17,6 +17,10 @@ REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request
 MAX_REQUEST_ID = 128
 
 log = logging.getLogger("moorage.access")
+_LINE = (
+    "%(method)s %(endpoint)s %(status)d %(request_id)s session=%(session)s replica=%(served_by)s "
+    "prompt=%(prompt_tokens)s cached=%(cached_tokens)s completion=%(completion_tokens)s %(milliseconds)s ms"
+)
 
 
 @dataclass(slots=True)
@@ -77,7 +81,9 @@ class RequestLogMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logging.getLogger("moorage.http").exception("request %s failed", record.request_id)
+            logging.getLogger("moorage.http").exception(
+                "request %s failed", record.request_id, extra={"request_id": record.request_id}
+            )
             if started:
                 raise  # the server must break the connection: the answer is not whole
             await internal_error().response()(scope, receive, send_with_id)
@@ -86,16 +92,19 @@ class RequestLogMiddleware:
 
 
 def _write(scope: Scope, record: RequestRecord) -> None:
-    # The template of the route, not the path: a path can hold a session's id.
-    route = getattr(scope.get("route"), "path", None)
-    log.info(
-        "%s %s %d %s session=%s replica=%s prompt=%s cached=%s completion=%s %.1f ms",
-        scope["method"],
-        route or "-",
-        record.status or CLIENT_GONE,
-        record.request_id,
-        record.session or "-",
-        record.replica or "-",
-        *("-" if n is None else n for n in (record.prompt_tokens, record.cached_tokens, record.completion_tokens)),
-        (time.perf_counter() - record.started) * 1000,
-    )
+    """One line, and the same as fields, for logs in JSON."""
+    fields = {
+        "request_id": record.request_id,
+        "method": scope["method"],
+        # The template of the route, not the path: a path can hold a session's id.
+        "endpoint": getattr(scope.get("route"), "path", None),
+        "status": record.status or CLIENT_GONE,
+        "session": record.session,
+        "served_by": record.replica,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "milliseconds": round((time.perf_counter() - record.started) * 1000, 1),
+    }
+    shown = {name: "-" if value is None else value for name, value in fields.items()}
+    log.info(_LINE, shown, extra={name: value for name, value in fields.items() if value is not None})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from engine_actor.turns import (
     session_key,
 )
 from serve_app.deployments import EngineDeployment
+from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 
 Deploy = Callable[..., DeploymentHandle]
 """The `deploy` fixture: an engine class and fields of AppArgs to the handle of the engines."""
@@ -93,7 +95,8 @@ class ScriptedActor:
 
 
 class ScriptedEngine(EngineDeployment):
-    async def __init__(self, options: ActorOptions) -> None:  # type: ignore[misc]
+    async def __init__(self, options: ActorOptions, model_name: str) -> None:  # type: ignore[misc]
+        self._metrics = EngineMetrics(partial(open_in_ray, model_name=model_name))
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._scripted = ScriptedActor(self._replica)
         self._actor = self._scripted  # type: ignore[assignment]

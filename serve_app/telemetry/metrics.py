@@ -1,0 +1,168 @@
+"""The metrics of an engine replica: their names, and how they reach Ray, which exports them for Prometheus.
+
+Names and labels are those that vLLM has when Ray Serve runs it, so that boards made for it show Moorage too: Ray puts
+`ray_` before a name and `_total` behind a counter's, and since it takes no colon, `vllm:x` is `vllm_x`. What vLLM has
+no word for begins with `moorage_`. Ray Serve adds the labels deployment, replica and application.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ray.serve import metrics as serve_metrics
+
+ENGINE = "0"
+"""Label `engine`: vLLM counts engines inside a replica, and here a replica has one."""
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 65536.0, 262144.0)
+
+
+class Kind(StrEnum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`tag`: a label besides model_name and engine. `boundaries`: upper ends of a histogram's buckets."""
+
+    name: str
+    kind: Kind
+    description: str
+    tag: str | None = None
+    boundaries: tuple[float, ...] = ()
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """Its names in Prometheus."""
+        suffixes = {Kind.GAUGE: ("",), Kind.COUNTER: ("_total",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+        return tuple(f"ray_{self.name}{suffix}" for suffix in suffixes[self.kind])
+
+
+def _gauge(name: str, description: str, tag: str | None = None) -> Metric:
+    return Metric(name, Kind.GAUGE, description, tag)
+
+
+def _counter(name: str, description: str, tag: str | None = None) -> Metric:
+    return Metric(name, Kind.COUNTER, description, tag)
+
+
+def _histogram(name: str, description: str, boundaries: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, description, None, boundaries)
+
+
+RUNNING = _gauge("vllm_num_requests_running", "Requests that the engine computes now.")
+WAITING = _gauge("vllm_num_requests_waiting", "Requests that wait for the engine, or for an earlier turn of theirs.")
+KV_USAGE = _gauge("vllm_kv_cache_usage_perc", "Share (0 to 1) of the KV cache that running requests hold.")
+PREEMPTIONS = _counter("vllm_num_preemptions", "Running requests that gave their memory to another one.")
+PROMPT_TOKENS = _counter("vllm_prompt_tokens", "Prompt tokens of accepted turns, cached ones included.")
+GENERATION_TOKENS = _counter("vllm_generation_tokens", "Generated tokens that were delivered.")
+CACHE_QUERIES = _counter("vllm_prefix_cache_queries", "Prompt tokens that were looked up in the KV cache.")
+CACHE_HITS = _counter("vllm_prefix_cache_hits", "Prompt tokens that were found there.")
+SUCCESS = _counter("vllm_request_success", "Answers by how they ended: stop, length, abort, error.", "finished_reason")
+DRAFTS = _counter("vllm_spec_decode_num_draft_tokens", "Draft tokens that were verified.")
+ACCEPTED_DRAFTS = _counter("vllm_spec_decode_num_accepted_tokens", "Draft tokens that were right.")
+FIRST_TOKEN = _histogram("vllm_time_to_first_token_seconds", "From a turn's arrival at its replica.", _SECONDS)
+INTER_TOKEN = _histogram("vllm_inter_token_latency_seconds", "Time per token after the first.", _SECONDS)
+END_TO_END = _histogram("vllm_e2e_request_latency_seconds", "From a turn's arrival to its last token.", _SECONDS)
+REQUEST_PROMPT = _histogram("vllm_request_prompt_tokens", "Prompt tokens of a turn.", _TOKENS)
+REQUEST_GENERATION = _histogram("vllm_request_generation_tokens", "Generated tokens of an answer.", _TOKENS)
+ITERATION_TOKENS = _histogram("vllm_iteration_tokens_total", "Tokens in one step of the engine.", _TOKENS)
+
+SESSIONS = _gauge("moorage_resident_sessions", "Conversations whose KV cache is resident.")
+KV_BLOCKS = _gauge("moorage_kv_blocks", "Blocks of the KV pool: active, dormant, idle (prefixes), free.", "state")
+CACHED_TOKENS = _counter("moorage_cached_tokens", "Prompt tokens not recomputed, by source: session, prefix.", "source")
+COMPUTED_TOKENS = _counter("moorage_computed_tokens", "Tokens that went through the model: prefill, decode.", "phase")
+DEFERRALS = _counter("moorage_deferrals", "Requests that a step left for later, by what was missing.", "reason")
+EVICTIONS = _counter("moorage_evicted_sessions", "Sessions that lost their KV cache to: blocks, places, ttl.", "reason")
+ROLLBACKS = _counter("moorage_rollbacks", "Steps that were undone.")
+STEPS = _counter("moorage_steps", "Steps that were committed.")
+STEP_SECONDS = _counter("moorage_step_seconds", "Time in steps: forward (the model), host (all the rest).", "part")
+REFUSALS = _counter("moorage_refused_turns", "Turns that this replica refused, by reason.", "code")
+
+METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+Record = Callable[[float, str], None]
+"""Takes a value and that of the metric's own tag ("" if it has none)."""
+
+
+def open_in_ray(metric: Metric, model_name: str) -> Record:
+    """The metric as an object of Ray Serve. Inside a replica only, which gives it its labels."""
+    keys = ("model_name", "engine", *((metric.tag,) if metric.tag else ()))
+    if metric.kind is Kind.GAUGE:
+        made = serve_metrics.Gauge(metric.name, metric.description, keys)
+        record = made.set
+    elif metric.kind is Kind.COUNTER:
+        made = serve_metrics.Counter(metric.name, metric.description, keys)
+        record = made.inc
+    else:
+        made = serve_metrics.Histogram(metric.name, metric.description, list(metric.boundaries), keys)
+        record = made.observe
+    made.set_default_tags({"model_name": model_name, "engine": ENGINE})
+    if metric.tag is None:
+        return lambda value, _: record(value)
+    return lambda value, tag: record(value, {metric.tag: tag})
+
+
+class EngineMetrics:
+    """All metrics of one engine. Counters are summed up here, which costs next to nothing, and handed on by `publish`.
+
+    `add` and `observe` may be called from two threads, as long as each counter has only one that adds to it.
+    """
+
+    def __init__(self, open_metric: Callable[[Metric], Record]) -> None:
+        self._records = {metric: open_metric(metric) for metric in METRICS}
+        self._totals: dict[tuple[Metric, str], float] = {}
+        self._published: dict[tuple[Metric, str], float] = {}
+
+    def observe(self, histogram: Metric, value: float) -> None:
+        self._records[histogram](value, "")
+
+    def add(self, counter: Metric, amount: float, tag: str = "") -> None:
+        key = (counter, tag)
+        self._totals[key] = self._totals.get(key, 0.0) + amount
+
+    def total(self, counter: Metric) -> float:
+        """Over all values of its tag."""
+        return sum(value for (metric, _), value in self._totals.copy().items() if metric is counter)
+
+    def publish(self, stats: Mapping[str, float]) -> None:
+        """`stats`: of the EngineActor, at this moment."""
+        for gauge, tag, value in _gauges(stats):
+            self._records[gauge](value, tag)
+        self._totals.update({(counter, tag): total for counter, tag, total in _totals(stats)})
+        for (counter, tag), total in self._totals.copy().items():  # the owner thread may add a key meanwhile
+            growth = total - self._published.get((counter, tag), 0.0)
+            if growth > 0:
+                self._records[counter](growth, tag)
+                self._published[counter, tag] = total
+
+
+def _gauges(stats: Mapping[str, float]) -> Iterator[tuple[Metric, str, float]]:
+    usable, active = stats["blocks_usable"], stats["blocks_active"]
+    free, idle = stats["blocks_free"], stats["blocks_idle"]
+    yield RUNNING, "", stats["running"]
+    yield WAITING, "", stats["waiting"] + stats["waiting_turns"]
+    yield KV_USAGE, "", active / usable
+    yield SESSIONS, "", stats["sessions"]
+    yield KV_BLOCKS, "active", active
+    yield KV_BLOCKS, "dormant", usable - free - idle - active
+    yield KV_BLOCKS, "idle", idle
+    yield KV_BLOCKS, "free", free
+
+
+def _totals(stats: Mapping[str, float]) -> Iterator[tuple[Metric, str, float]]:
+    yield PREEMPTIONS, "", stats["preemptions"]
+    yield DRAFTS, "", stats["draft_tokens"]
+    yield ACCEPTED_DRAFTS, "", stats["accepted_draft_tokens"]
+    yield COMPUTED_TOKENS, "prefill", stats["prefill_tokens"]
+    yield COMPUTED_TOKENS, "decode", stats["decode_tokens"]
+    yield EVICTIONS, "blocks", stats["evicted_for_blocks"]
+    yield EVICTIONS, "places", stats["evicted_for_places"]
+    yield EVICTIONS, "ttl", stats["expired"]
+    yield ROLLBACKS, "", stats["rollbacks"]
+    yield STEPS, "", stats["committed_steps"]
