@@ -13,7 +13,6 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,6 +22,7 @@ from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.engine import Engine
 from engine_actor.errors import EngineUnhealthy
 from engine_actor.heartbeat import Snapshot
+from engine_actor.mailbox import Mailbox
 from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
 from engine_actor.memory.window_ring import ring_blocks
 from engine_actor.options import EngineConfig
@@ -37,7 +37,6 @@ from engine_actor.turns import (
     TurnDelta,
     TurnRefused,
     TurnRequest,
-    TurnTokens,
     session_key,
 )
 
@@ -70,31 +69,6 @@ class StartReport:
                 f"is {pool.max_length - 1} tokens (give it more with kv_memory)"
             )
         return text
-
-
-class Mailbox:
-    """Deltas of one turn, on the event loop; None is the end. A reader that is behind finds the tokens of several steps
-    as one."""
-
-    def __init__(self) -> None:
-        self._deltas: deque[TurnDelta | None] = deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, deltas: list[TurnDelta | None]) -> None:
-        for delta in deltas:
-            last = self._deltas[-1] if self._deltas else None
-            if isinstance(delta, TurnTokens) and isinstance(last, TurnTokens) and delta.choice == last.choice:
-                tokens, logprobs = last.token_ids + delta.token_ids, last.logprobs + delta.logprobs
-                self._deltas[-1] = TurnTokens(tokens, last.choice, logprobs)
-            else:
-                self._deltas.append(delta)
-        self._arrived.set()
-
-    async def get(self) -> TurnDelta | None:
-        while not self._deltas:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._deltas.popleft()
 
 
 class EngineActor:

@@ -1,0 +1,33 @@
+"""What waits for the reader of a turn, on his event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from engine_actor.turns import TurnDelta, TurnTokens
+
+
+class Mailbox:
+    """Deltas of one turn, on the event loop; None is the end. A reader that is behind finds the tokens of several steps
+    as one."""
+
+    def __init__(self) -> None:
+        self._deltas: deque[TurnDelta | None] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, deltas: list[TurnDelta | None]) -> None:
+        for delta in deltas:
+            last = self._deltas[-1] if self._deltas else None
+            if isinstance(delta, TurnTokens) and isinstance(last, TurnTokens) and delta.choice == last.choice:
+                tokens, logprobs = last.token_ids + delta.token_ids, last.logprobs + delta.logprobs
+                self._deltas[-1] = TurnTokens(tokens, last.choice, logprobs)
+            else:
+                self._deltas.append(delta)
+        self._arrived.set()
+
+    async def get(self) -> TurnDelta | None:
+        while not self._deltas:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._deltas.popleft()
