@@ -1,0 +1,91 @@
+"""The reader's end of channels: one stream from each replica where it has turns, given out to them.
+
+    channel of replica 1 ==> batch --+--> inbox of turn 7
+                                     +--> inbox of turn 9
+    channel of replica 2 ==> batch -----> inbox of turn 8
+
+A turn's inbox is there before its call is sent, since its first deltas may come by a channel that is open already.
+Where a channel breaks, all turns of its replica are told: what was in it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+from engine_actor.mailbox import Mailbox
+from engine_actor.turns import TurnDelta
+from serve_app.channel.outbox import Batch
+
+OpenChannel = Callable[[str, str], AsyncIterator[Batch]]
+"""Opens the channel of a reader at a replica, both by id."""
+
+
+class Inbox:
+    """The deltas of one turn."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._mailbox = Mailbox()
+        self._error: BaseException | None = None
+
+    def put(self, delta: TurnDelta | None) -> None:
+        self._mailbox.put([delta])
+
+    def fail(self, error: BaseException) -> None:
+        """What has come before is read first."""
+        self._error = self._error or error
+        self._mailbox.put([None])
+
+    async def get(self) -> TurnDelta | None:
+        """None at the end. Raises what broke the channel."""
+        delta = await self._mailbox.get()
+        if delta is None and self._error is not None:
+            raise self._error
+        return delta
+
+
+class Inboxes:
+    """Of one process and deployment. Everything runs on one event loop."""
+
+    def __init__(self, open_channel: OpenChannel) -> None:
+        self.reader = uuid.uuid4().hex
+        self._open_channel = open_channel
+        self._numbers = itertools.count()
+        self._inboxes: dict[int, Inbox] = {}
+        self._turns: dict[str, set[int]] = {}  # by replica
+        self._channels: dict[str, asyncio.Task[None]] = {}
+
+    @contextmanager
+    def inbox(self) -> Iterator[Inbox]:
+        """For the time of one call."""
+        inbox = Inbox(next(self._numbers))
+        self._inboxes[inbox.number] = inbox
+        try:
+            yield inbox
+        finally:
+            del self._inboxes[inbox.number]
+            for replica in [replica for replica, turns in self._turns.items() if inbox.number in turns]:
+                self._turns[replica].discard(inbox.number)
+
+    def expect_from(self, replica: str, inbox: Inbox) -> None:
+        """The turn of this inbox has reached a replica, whose channel is opened if it is not."""
+        self._turns.setdefault(replica, set()).add(inbox.number)
+        if replica not in self._channels:
+            self._channels[replica] = asyncio.create_task(self._read(replica))
+
+    async def _read(self, replica: str) -> None:
+        try:
+            while self._turns[replica]:  # a channel that was about to end when a turn came is followed by another
+                async for batch in self._open_channel(replica, self.reader):
+                    for number, delta in batch:
+                        if number in self._inboxes:  # else its turn was left
+                            self._inboxes[number].put(delta)
+        except Exception as error:
+            for number in self._turns[replica]:
+                self._inboxes[number].fail(error)
+        finally:
+            del self._turns[replica], self._channels[replica]

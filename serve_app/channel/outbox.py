@@ -1,0 +1,108 @@
+"""The replica's end of a channel: the deltas of all turns that one reader has here, in one stream.
+
+An item of a Ray stream costs most of a millisecond, so a stream for each turn costs that for each token of each turn.
+Here all that a step has for one reader, a process with a front door, is one item.
+
+    turn 1 -- delta --\
+    turn 2 -- delta ---+-> outbox of reader A ==> one batch ==> reader A
+    turn 3 -- delta --/
+    turn 4 -- delta -----> outbox of reader B ==> one batch ==> reader B
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from engine_actor.turns import TurnDelta
+
+Batch = list[tuple[int, TurnDelta | None]]
+"""Deltas in the order in which they came, each with the number of its turn; None ends a turn."""
+
+# A channel without turns ends by itself: an open call would keep the replica from stopping.
+IDLE_SECONDS = 1.0
+
+
+class Outboxes:
+    """Of one replica. Everything runs on one event loop."""
+
+    def __init__(self) -> None:
+        self._outboxes: dict[str, _Outbox] = {}
+
+    async def carry(self, reader: str, number: int, deltas: AsyncIterator[TurnDelta]) -> None:
+        """Puts the deltas of one turn into the reader's channel, and returns when it has taken them all. A turn that is
+        cancelled leaves nothing behind."""
+        outbox = self._outboxes.setdefault(reader, _Outbox())
+        outbox.turns.add(number)
+        try:
+            async for delta in deltas:
+                outbox.put(number, delta)
+            outbox.put(number, None)
+            await outbox.taken(number)
+        finally:
+            outbox.turns.discard(number)
+            outbox.drop(number)
+            self._forget_if_done(reader, outbox)
+
+    async def read(self, reader: str) -> AsyncGenerator[Batch, None]:
+        """The channel of a reader. It ends when no turn of his has been open for a while; with the next one he opens
+        another."""
+        outbox = self._outboxes.setdefault(reader, _Outbox())
+        outbox.readers += 1
+        try:
+            while True:
+                if batch := outbox.take():
+                    yield batch
+                elif not await outbox.arrived(IDLE_SECONDS) and not outbox.turns:
+                    return
+        finally:
+            outbox.readers -= 1
+            self._forget_if_done(reader, outbox)
+
+    def _forget_if_done(self, reader: str, outbox: _Outbox) -> None:
+        if not outbox.turns and not outbox.readers and self._outboxes.get(reader) is outbox:
+            del self._outboxes[reader]
+
+    def __len__(self) -> int:
+        """Readers with turns or a channel here."""
+        return len(self._outboxes)
+
+
+class _Outbox:
+    """Deltas on their way to one reader."""
+
+    def __init__(self) -> None:
+        self.turns: set[int] = set()
+        self.readers = 0
+        self._batch: Batch = []
+        self._arrival = asyncio.Event()
+        self._taking = asyncio.Event()
+
+    def put(self, number: int, delta: TurnDelta | None) -> None:
+        self._batch.append((number, delta))
+        self._arrival.set()
+
+    def take(self) -> Batch:
+        batch, self._batch = self._batch, []
+        self._arrival.clear()
+        if batch:
+            self._taking.set()
+            self._taking = asyncio.Event()
+        return batch
+
+    def drop(self, number: int) -> None:
+        self._batch = [item for item in self._batch if item[0] != number]
+
+    async def taken(self, number: int) -> None:
+        """Returns when nothing of a turn waits here any more."""
+        while any(waiting == number for waiting, _ in self._batch):
+            await self._taking.wait()
+
+    async def arrived(self, seconds: float) -> bool:
+        """False if nothing has come in this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._arrival.wait()
+        except TimeoutError:
+            return False
+        return True

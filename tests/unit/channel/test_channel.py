@@ -1,0 +1,181 @@
+"""Both ends of a channel, joined without Ray: what turns say arrives, in order, whatever happens to other turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
+from serve_app.channel import outbox as outbox_module
+from serve_app.channel.inbox import Inbox, Inboxes
+from serve_app.channel.outbox import Batch, Outboxes
+
+
+class Room:
+    """One reader, and replicas with their outboxes."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        self.replicas = {f"r{i}": Outboxes() for i in range(replicas)}
+        self.items = 0
+        self.opened = 0
+        self.broken: set[str] = set()
+        self.reader = Inboxes(self.open)
+
+    async def open(self, replica: str, reader: str) -> AsyncIterator[Batch]:
+        self.opened += 1
+        async for batch in self.replicas[replica].read(reader):
+            self.items += 1
+            if replica in self.broken:
+                raise ConnectionError(replica)
+            yield batch
+
+    async def turn(
+        self,
+        deltas: AsyncIterator[TurnDelta],
+        replica: str = "r0",
+        read: Callable[[Inbox], Awaitable[list[int]]] | None = None,
+    ) -> list[int]:
+        """The tokens of a turn, as they arrive at the reader."""
+        with self.reader.inbox() as inbox:
+            carrying = asyncio.create_task(self.replicas[replica].carry(self.reader.reader, inbox.number, deltas))
+            try:
+                self.reader.expect_from(replica, inbox)
+                return await (read or everything)(inbox)
+            finally:
+                carrying.cancel()
+                await asyncio.gather(carrying, return_exceptions=True)
+
+
+async def everything(inbox: Inbox) -> list[int]:
+    tokens: list[int] = []
+    while (delta := await inbox.get()) is not None:
+        if isinstance(delta, TurnTokens):
+            tokens += delta.token_ids
+    return tokens
+
+
+async def saying(tokens: range | list[int], pauses: list[int] | None = None) -> AsyncIterator[TurnDelta]:
+    yield TurnAccepted("r", 1, 0)
+    for i, token in enumerate(tokens):
+        for _ in range(pauses[i % len(pauses)] if pauses else 1):
+            await asyncio.sleep(0)
+        yield TurnTokens((token,))
+    yield TurnEnded(EndReason.STOP, 1, 0, len(tokens))
+
+
+@pytest.fixture(autouse=True)
+def short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "IDLE_SECONDS", 0.01)
+
+
+async def settled(room: Room) -> None:
+    """The idle time of all channels is over: nothing is left anywhere."""
+    for _ in range(200):
+        if not room.reader._channels and not any(map(len, room.replicas.values())):
+            break
+        await asyncio.sleep(0.01)
+    assert not room.reader._channels
+    assert not room.reader._turns
+    assert not room.reader._inboxes
+    assert [len(outboxes) for outboxes in room.replicas.values()] == [0] * len(room.replicas)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 4), min_size=1, max_size=5)), max_size=12))
+def test_all_that_turns_say_arrives_in_order(turns: list[tuple[int, list[int]]]) -> None:
+    async def run() -> None:
+        room = Room(2)
+        said = [list(range(1000 * i, 1000 * i + length)) for i, (length, _) in enumerate(turns)]
+        heard = await asyncio.gather(
+            *[room.turn(saying(said[i], pauses), f"r{i % 2}") for i, (_, pauses) in enumerate(turns)]
+        )
+        assert heard == said
+        await settled(room)
+
+    asyncio.run(run())
+
+
+async def test_a_step_of_many_turns_is_one_item() -> None:
+    room = Room()
+    step = asyncio.Event()
+
+    async def stepping() -> AsyncIterator[TurnDelta]:
+        for token in range(20):
+            await step.wait()
+            yield TurnTokens((token,))
+
+    turns = [asyncio.create_task(room.turn(stepping())) for _ in range(32)]
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+        step.set()
+        await asyncio.sleep(0)
+        step.clear()
+    for turn in turns:
+        assert len(await turn) <= 20
+    assert room.items <= 45, "32 turns of 20 tokens"
+
+
+async def test_a_turn_that_is_left_takes_nothing_of_the_others_along() -> None:
+    room = Room()
+
+    async def leaving(inbox: Inbox) -> list[int]:
+        await inbox.get()
+        return []
+
+    heard = await asyncio.gather(
+        *[room.turn(saying(range(50)), read=leaving if i % 2 else None) for i in range(8)]
+    )  # fmt: skip
+    assert heard == [[] if i % 2 else list(range(50)) for i in range(8)]
+    await settled(room)
+
+
+async def test_a_turn_that_is_left_before_its_channel_is_read_leaves_nothing_behind() -> None:
+    room = Room()
+    carrying = asyncio.create_task(room.replicas["r0"].carry("nobody", 1, saying(range(3))))
+    await asyncio.sleep(0.01)
+    assert not carrying.done(), "it waits for its reader"
+    carrying.cancel()
+    await asyncio.gather(carrying, return_exceptions=True)
+    assert len(room.replicas["r0"]) == 0
+
+
+async def test_where_a_channel_breaks_its_turns_are_told_and_those_elsewhere_go_on() -> None:
+    room = Room(2)
+    room.broken.add("r0")
+
+    async def failing(inbox: Inbox) -> list[int]:
+        with pytest.raises(ConnectionError):
+            await everything(inbox)
+        return [-1]
+
+    heard = await asyncio.gather(
+        *[room.turn(saying(range(20)), f"r{i % 2}", None if i % 2 else failing) for i in range(6)]
+    )
+    assert heard == [list(range(20)) if i % 2 else [-1] for i in range(6)]
+    room.broken.clear()
+    assert await room.turn(saying(range(5))) == list(range(5)), "the next turn opens another"
+    await settled(room)
+
+
+async def test_an_idle_channel_ends_and_the_next_turn_opens_another() -> None:
+    room = Room()
+    assert await room.turn(saying(range(5))) == list(range(5))
+    await settled(room)
+    assert await room.turn(saying(range(5))) == list(range(5))
+    assert room.opened == 2
+    await settled(room)
+
+
+async def test_a_turn_that_says_nothing_for_long_keeps_its_channel() -> None:
+    room = Room()
+
+    async def slow() -> AsyncIterator[TurnDelta]:
+        yield TurnAccepted("r", 1, 0)
+        await asyncio.sleep(0.1)
+        yield TurnTokens((7,))
+
+    assert await room.turn(slow()) == [7]
+    assert room.opened == 1
