@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from serve_app import __version__
+
 app = typer.Typer(
     name="moorage",
     help="Serves language models for conversations: a turn costs only its new tokens.\n\n"
@@ -22,6 +24,21 @@ app.add_typer(models_app, name="models")
 
 Url = Annotated[str, typer.Option(help="Where the server is.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moorage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def moorage(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -56,6 +73,7 @@ def serve(
         typer.Option(help="A key that clients may use; repeat it for more. Others see it in `ps`: prefer a file."),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="Logs of the processes: text or json. [default: text]")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate chain: serve HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, without a password.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with fields of AppArgs; flags win over it.")] = None,
@@ -89,6 +107,7 @@ def serve(
         "ingress_replicas": ingress_replicas,
         "api_keys": tuple(api_key) if api_key else None,
         "api_key_file": api_key_file,
+        "log_format": log_format,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     raise typer.Exit(run(ServeOptions(host, port, address, config, verbose, ssl_certfile, ssl_keyfile), given))

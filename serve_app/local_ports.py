@@ -24,6 +24,12 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
 
 
+def reachable_address(host: str, port: int) -> str:
+    """host:port as a client on this machine writes it in a URL."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def require_key_beyond_loopback(host: str | None, *, has_keys: bool) -> None:
     """Raises BindRefused for an open server that others can reach. None: HTTP is not served at all."""
     if host is not None and not has_keys and not is_loopback(host):

@@ -6,24 +6,30 @@ dashboard, and ends with us. One that we join is left as it was, but for our app
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import psutil
 
 from serve_app.local_ports import is_loopback
 from serve_app.tls import TlsFiles
 
 APPLICATION = "moorage"
 _CONNECT_SECONDS = 5.0
+_END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RaySession:
-    """`owned`: this process started the Ray, and stops it."""
+    """`owned`: this process started the Ray, and stops it. `folder`: where that Ray keeps its logs."""
 
     owned: bool
+    folder: str
     started_serve: bool = False
 
 
@@ -59,7 +65,7 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
     if address is not None:
         _require_answer(address)
     try:
-        ray.init(
+        context = ray.init(
             address=address or "local",
             namespace=APPLICATION,
             log_to_driver=verbose,
@@ -70,14 +76,22 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
         ray.shutdown()  # takes along what had started
         reason = str(error).strip().partition("\n")[0]
         raise ConnectionError(f"Ray did not start: {reason} (an overloaded machine is slow; try again)") from error
-    return RaySession(owned=address is None)
+    return RaySession(owned=address is None, folder=context.address_info["session_dir"])
 
 
-def start_serve(session: RaySession, host: str, port: int, tls: TlsFiles | None = None) -> RaySession:
+def start_serve(
+    session: RaySession,
+    host: str,
+    port: int,
+    tls: TlsFiles | None = None,
+    log_format: Literal["text", "json"] = "text",
+) -> RaySession:
     """Serve with its HTTP proxy on host:port. A Serve that runs already in a joined cluster keeps its own
     address."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
+
+    from serve_app.telemetry.logs import logging_config
 
     try:
         before = bool(serve.status().proxies)
@@ -86,8 +100,12 @@ def start_serve(session: RaySession, host: str, port: int, tls: TlsFiles | None 
     http: dict[str, object] = {"host": host, "port": port}
     if tls is not None:
         http |= tls.serve_options()
-    serve.start(proxy_location="HeadOnly" if session.owned else "EveryNode", http_options=http)
-    return RaySession(session.owned, started_serve=not before)
+    serve.start(
+        proxy_location="HeadOnly" if session.owned else "EveryNode",
+        http_options=http,
+        logging_config=logging_config(log_format),
+    )
+    return replace(session, started_serve=not before)
 
 
 def remove_application(session: RaySession) -> None:
@@ -100,10 +118,17 @@ def remove_application(session: RaySession) -> None:
 
 
 def disconnect() -> None:
-    """Stops a Ray of our own with all its processes; leaves a cluster that was joined."""
+    """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined."""
     import ray
 
+    # Before: what Ray's own processes started is nobody's child once they have ended.
+    processes = psutil.Process().children(recursive=True)
     ray.shutdown()
+    _, left = psutil.wait_procs(processes, timeout=_END_SECONDS)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_END_SECONDS)
 
 
 def _require_answer(address: str) -> None:

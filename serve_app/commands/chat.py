@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class Chat:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._session = session or _new_session()
+        self._own_session = session is None  # what was here before is left as it is
         self._system = system
         self._options = {"temperature": temperature, "max_tokens": max_tokens}
         self._client = httpx.Client(
@@ -49,7 +51,13 @@ class Chat:
         self._history = self._opening()
 
     def run(self) -> int:
-        """Reads and answers lines until /quit or the end of input. The exit code."""
+        """Reads and answers lines until /quit or the end of input. The exit code: 2 if `url` is none, 1 if nothing
+        serves there."""
+        if httpx.URL(self._url).scheme not in ("http", "https"):
+            fail(f"--url {self._url} must begin with http:// or https://")
+            return 2
+        # A pipe has no one to prompt.
+        prompt = "[bold]you>[/] " if sys.stdin.isatty() else ""
         with self._client:
             try:
                 self._model = self._model or self._first_model()
@@ -61,11 +69,13 @@ class Chat:
             say(f"{self._model} at {self._url}, session {self._session}; /new begins another one, /quit leaves")
             while True:
                 try:
-                    line = console.input("[bold]you>[/] ").strip()
+                    line = console.input(prompt).strip()
                 except (EOFError, KeyboardInterrupt):
-                    console.print()
-                    return 0
+                    if prompt:
+                        console.print()
+                    line = "/quit"
                 if line == "/quit":
+                    self._drop_session()
                     return 0
                 if line == "/new":
                     self._begin_again()
@@ -135,14 +145,19 @@ class Chat:
         console.print(f"\n[dim]{escape(text)}[/]", end="", soft_wrap=True)
 
     def _begin_again(self) -> None:
-        """Drops the session on the server, which would keep it for an hour otherwise."""
+        self._drop_session()
+        self._session, self._own_session = _new_session(), True
+        self._history = self._opening()
+        say(f"session {self._session}")
+
+    def _drop_session(self) -> None:
+        """The server would keep it for an hour otherwise."""
+        if not self._own_session:
+            return
         try:
             self._client.delete(f"/v1/sessions/{self._session}")
         except httpx.HTTPError as error:
             fail(str(error) or type(error).__name__)
-        self._session = _new_session()
-        self._history = self._opening()
-        say(f"session {self._session}")
 
     def _first_model(self) -> str:
         response = self._client.get("/v1/models")

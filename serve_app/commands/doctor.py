@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import httpx
 from packaging.requirements import Requirement
 from rich.markup import escape
 from rich.table import Table
 
 from engine_actor.free_memory import free_host_bytes
 from serve_app.commands.console import console
-from serve_app.local_ports import BindRefused, require_free_port
+from serve_app.ingress.health import SERVER
+from serve_app.local_ports import BindRefused, reachable_address, require_free_port
 from serve_app.model_store import KNOWN_MODELS, cached_path, home
 
 _RAM_NEEDED = 2 * 2**30  # Ray's own processes and one small model
@@ -45,6 +47,8 @@ def run(host: str, port: int) -> int:
     """Prints the findings and a verdict. The exit code: 1 if any is bad."""
     findings = [finding for check in checks(host, port) for finding in check()]
     table = Table(box=None, show_header=False)
+    for overflow in ("ellipsis", "ellipsis", "fold"):  # a path is shown whole, on several lines if need be
+        table.add_column(overflow=overflow)
     for finding in findings:
         table.add_row(finding.mark, escape(finding.what), escape(finding.detail))
     console.print(table)
@@ -128,7 +132,22 @@ def _port(host: str, port: int) -> Iterator[Finding]:
         require_free_port(host, port)
         yield Finding(Mark.GOOD, "port", f"{host}:{port} is free")
     except BindRefused as error:
-        yield Finding(Mark.BAD, "port", str(error))
+        if _is_moorage(host, port):
+            yield Finding(Mark.NOTE, "port", f"Moorage serves on {host}:{port}; another one needs another --port")
+        else:
+            yield Finding(Mark.BAD, "port", str(error))
+
+
+def _is_moorage(host: str, port: int) -> bool:
+    where = reachable_address(host, port)
+    for scheme in ("http", "https"):
+        try:
+            # Only its name is asked for, and a certificate may be for another one.
+            answer = httpx.get(f"{scheme}://{where}/health", timeout=2, verify=False, trust_env=False).json()
+        except (httpx.HTTPError, ValueError):
+            continue
+        return isinstance(answer, dict) and answer.get("server") == SERVER
+    return False
 
 
 def _memory() -> Iterator[Finding]:

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.config import AppArgs, describe_errors
-from serve_app.local_ports import BindRefused, require_free_port, require_key_beyond_loopback
+from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
 from serve_app.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
-from serve_app.model_store import KNOWN_MODELS, ModelStoreError, resolve_model
+from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel, resolve_model
 from serve_app.text.tokenizer import load_tokenizer
 from serve_app.tls import tls_files
 
@@ -90,16 +90,16 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
             session = start_ray(options.address, verbose=options.verbose)
             _catch_signals()  # Ray has put handlers of its own in the place of ours
         with step(f"Serve on {options.host}:{options.port}"):
-            session = start_serve(session, options.host, options.port, tls)
+            session = start_serve(session, options.host, options.port, tls, args.log_format)
         with step(f"{args.model_name()} on {args.replicas} replica{'s' if args.replicas > 1 else ''}") as progress:
             _deploy(args, progress)
             _wait_until_ready(options, progress)
-        _print_facts()
+        _print_facts(session)
         say(f"ready after {time.monotonic() - begun:.1f} s; try: {_curl(options, args)}")
         return _watch()
     except (StartFailed, ModelStoreError, ConnectionError) as error:
         fail(str(error))
-        return 1
+        return 2 if isinstance(error, NoSuchModel) else 1
     except KeyboardInterrupt:
         return 0
     finally:
@@ -175,7 +175,8 @@ def _wait_until_ready(options: ServeOptions, progress: Step) -> None:
     raise StartFailed(f"nothing answers on {_base_url(options)}; a Serve that ran before keeps its own address")
 
 
-def _print_facts() -> None:
+def _print_facts(session: RaySession) -> None:
+    import ray
     from ray import serve
 
     from serve_app.app import ENGINES
@@ -187,13 +188,16 @@ def _print_facts() -> None:
             f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
             f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
         )
+        steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts["start_seconds"].items())
+        say(f"  {facts['replica']}: {steps}")
+    if session.owned:
+        [node] = ray.nodes()
+        say(f"  metrics: http://127.0.0.1:{node['MetricsExportPort']}/metrics; logs: {session.folder}/logs/serve")
 
 
 def _base_url(options: ServeOptions) -> str:
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-    host = everywhere.get(options.host, options.host)
     scheme = "http" if options.ssl_certfile is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{options.port}"
+    return f"{scheme}://{reachable_address(options.host, options.port)}"
 
 
 def _curl(options: ServeOptions, args: AppArgs) -> str:

@@ -37,6 +37,11 @@ class RequestRecord:
     completion_tokens: int | None = None
     started: float = field(default_factory=time.perf_counter)
 
+    def count(self, cached_tokens: int, completion_tokens: int) -> None:
+        """At the end of an answer; what shared prefixes have spared is not known before."""
+        self.cached_tokens = cached_tokens
+        self.completion_tokens = completion_tokens
+
 
 def record_of(scope: Scope) -> RequestRecord:
     record = scope["state"]["record"]

@@ -70,7 +70,7 @@ class TurnResponse(Response):
             if isinstance(event, Piece):
                 pieces.append(event)
             elif isinstance(event, Finished):
-                record_of(scope).completion_tokens = event.usage.completion_tokens
+                record_of(scope).count(event.usage.cached_tokens, event.usage.completion_tokens)
                 return self._form.whole(joined(pieces, len(event.reasons)), event)
         raise AssertionError("an answer ends with Finished or an error")
 
@@ -92,7 +92,7 @@ class TurnResponse(Response):
                 elif isinstance(event, ChoiceEnd):
                     await write(*map(_event, self._form.ended(event)))
                 elif isinstance(event, Finished):
-                    record_of(scope).completion_tokens = event.usage.completion_tokens
+                    record_of(scope).count(event.usage.cached_tokens, event.usage.completion_tokens)
                     await write(*map(_event, self._form.closing(event)), self._form.end)
         except ApiError as error:
             log.warning("request %s failed after its answer had begun: %s", record_of(scope).request_id, error)

@@ -16,8 +16,10 @@ from ray.serve import metrics as serve_metrics
 ENGINE = "0"
 """Label `engine`: vLLM counts engines inside a replica, and here a replica has one."""
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 65536.0, 262144.0)
+# Fine steps, since Ray keeps counts alone: a histogram's sum, and so its mean, is made from the middles of the buckets.
+_STEPS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
+_SECONDS = tuple(round(step * 10.0**power, 4) for power in range(-3, 3) for step in _STEPS)
+_TOKENS = tuple(step * 10.0**power for power in range(6) for step in _STEPS)
 
 
 class Kind(StrEnum):

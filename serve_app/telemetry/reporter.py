@@ -72,13 +72,15 @@ class Reporter:
         self._summary = Summary(clock())
 
     async def run(self) -> None:
-        """Until it is cancelled. An engine that has failed is the health check's to report."""
-        while True:
-            await asyncio.sleep(PUBLISH_SECONDS)
-            try:
+        """Until it is cancelled, or the engine has failed, which is the health check's to say."""
+        try:
+            while True:
+                await asyncio.sleep(PUBLISH_SECONDS)
                 await self.report()
-            except EngineError:
-                logger.debug("%s: the engine cannot be read", self._replica, exc_info=True)
+        except EngineError as error:
+            logger.warning("%s: no more metrics: %s", self._replica, error)
+        except Exception:
+            logger.exception("%s: no more metrics", self._replica)
 
     async def report(self) -> None:
         stats = await self._read_stats()

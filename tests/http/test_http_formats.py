@@ -126,7 +126,7 @@ def test_a_model_may_be_left_out_or_named_by_an_alias(server: Server) -> None:
 
 
 def test_health_and_ready(server: Server) -> None:
-    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/health").json() == {"status": "ok", "server": "moorage"}
     assert server.client.get("/ready").json() == {"status": "ready"}
     server.engine.is_ready = False
     assert server.client.get("/health").status_code == 200

@@ -6,15 +6,20 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
+from serve_app import __version__
 from serve_app.cli import app
 from serve_app.commands import chat as chat_module
+from serve_app.commands import doctor
 from serve_app.commands.chat import Chat
+from serve_app.commands.doctor import Finding, Mark, _port
 from serve_app.commands.serve import StartFailed, read_args
 from serve_app.local_ports import BindRefused, is_loopback, require_free_port, require_key_beyond_loopback
 
@@ -132,17 +137,25 @@ class Server:
         return httpx.Response(200, text=text, headers={"x-moorage-replica": "r1"})
 
 
-def talk(server: Server, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+def talk(
+    server: Server,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    session: str | None = None,
+    prompts: list[str] | None = None,
+) -> tuple[int, str]:
     script = iter(lines)
 
     def read(prompt: str) -> str:
+        if prompts is not None:
+            prompts.append(prompt)
         try:
             return next(script)
         except StopIteration:
             raise EOFError from None
 
     monkeypatch.setattr(chat_module.console, "input", read)
-    chat = Chat("http://server", None, None, None, 0.0, 64, "secret", httpx.MockTransport(server))
+    chat = Chat("http://server", None, session, None, 0.0, 64, "secret", httpx.MockTransport(server))
     with chat_module.console.capture() as captured:
         code = chat.run()
     return code, captured.get()
@@ -165,7 +178,7 @@ def test_chat_new_begins_another_session_without_history(monkeypatch: pytest.Mon
     server = Server()
     talk(server, ["hi", "/new", "hi", "/quit", "never sent"], monkeypatch)
     assert len(set(server.sessions)) == 2
-    assert server.deleted == [server.sessions[0]]
+    assert server.deleted == [server.sessions[0], server.sessions[1]]
     assert len(server.bodies) == 2
     assert len(server.bodies[1]["messages"]) == 1  # type: ignore[arg-type]
 
@@ -183,3 +196,93 @@ def test_chat_without_a_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     chat = Chat("http://127.0.0.1:9", None, None, None, None, 64, None, httpx.MockTransport(refuse))
     assert chat.run() == 1
+
+
+def test_chat_drops_the_session_it_made_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ending in (["hi", "/quit"], ["hi"]):
+        server = Server()
+        talk(server, ending, monkeypatch)
+        assert server.deleted == server.sessions
+    server = Server()
+    talk(server, ["hi", "/quit"], monkeypatch, session="kept")
+    assert server.sessions == ["kept"]
+    assert not server.deleted
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_chat_prompts_a_terminal_and_not_a_pipe(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal, raising=False)
+    prompts: list[str] = []
+    talk(Server(), ["hi"], monkeypatch, prompts=prompts)
+    assert len(prompts) == 2
+    assert all(("you>" in prompt) is terminal for prompt in prompts)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output.split()) == (0, ["moorage", __version__])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--model", "no-such-model"],
+        ["serve", "--log-format", "xml"],
+        ["chat", "--url", "127.0.0.1:8000"],
+        ["models", "fetch", "no-such"],
+        ["serve", "--no-such-flag"],
+    ],
+)
+def test_what_cannot_be_meant_exits_with_2(command: list[str]) -> None:
+    assert runner.invoke(app, command).exit_code == 2
+
+
+class Answering:
+    """A port that answers every request with one JSON document."""
+
+    def __init__(self, document: object) -> None:
+        body = json.dumps(document).encode()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def __enter__(self) -> int:
+        self._thread.start()
+        return int(self._server.server_address[1])
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("document", "mark", "said"),
+    [
+        ({"status": "ok", "server": "moorage"}, Mark.NOTE, "Moorage serves on"),
+        ({"status": "ok"}, Mark.BAD, "cannot listen"),
+        ([], Mark.BAD, "cannot listen"),
+    ],
+)
+def test_the_doctor_knows_moorage_on_a_port_that_is_taken(document: object, mark: Mark, said: str) -> None:
+    with Answering(document) as port:
+        [finding] = _port("127.0.0.1", port)
+    assert finding.mark is mark
+    assert said in finding.detail
+
+
+def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/a" + "/long" * 40
+    monkeypatch.setattr(doctor, "checks", lambda *_: [lambda: iter([Finding(Mark.GOOD, "kernels", path)])])
+    with doctor.console.capture() as captured:
+        assert doctor.run("127.0.0.1", 1) == 0
+    assert path in "".join(captured.get().split())
