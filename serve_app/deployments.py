@@ -84,6 +84,12 @@ class EngineDeployment:
     ) -> AsyncGenerator[str | TurnDelta, None]:
         """This replica's id, then the deltas of the turn. `avoid` is for the router alone."""
         yield self._replica
+        async with aclosing(self._measured_turn(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _measured_turn(self, request: TurnRequest) -> AsyncGenerator[TurnDelta, None]:
+        """Every turn comes to the engine this way, by whichever path it came to the replica."""
         with TurnWatch(self._metrics, request.choices) as watch:
             async with aclosing(self._actor.stream_turn(request)) as deltas:
                 async for delta in deltas:
