@@ -1,0 +1,34 @@
+"""An `EngineClient` over one EngineActor of this process: the front door and a real engine, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from engine_actor.actor import EngineActor
+from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+
+
+class LocalEngine:
+    """`says_limit`: whether the front door is told how long a sequence may be, or leaves that to the engine."""
+
+    def __init__(self, actor: EngineActor) -> None:
+        self.actor = actor
+        self.says_limit = True
+
+    def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
+        return self.actor.stream_turn(request)
+
+    async def sessions(self, owner: str) -> list[SessionInfo]:
+        return await self.actor.sessions(owner)
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        return await self.actor.close_session(owner, session_id)
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        return await self.actor.fork_session(owner, session_id, new_session_id)
+
+    async def ready(self) -> bool:
+        return True
+
+    async def context_limit(self) -> int | None:
+        return self.actor.context_length if self.says_limit else None
