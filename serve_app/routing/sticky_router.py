@@ -8,15 +8,13 @@ What the router knows, by age:
 - its own turns in flight and the queue lengths that replicas answer with: Serve's queue length cache, exact
   for one router and at most 10 s old for several;
 - its own table of where it sent each key last, bounded, oldest key forgotten first;
-- what it has picked in the last second, where turns reach their replica without a call (direct mode);
 - the replicas' reports (`record_routing_stats`): resident sessions, load, whether they accept turns. A report
   is at most one period and a broadcast old.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,13 +25,6 @@ from serve_app.routing.placement import Margins, ReplicaView, SpillPolicy, place
 
 AVOID = "avoid"
 """Keyword argument of a handle call: ids of replicas that have refused this turn already."""
-HERE = "here"
-"""Keyword argument of a choice: the replica that asks. It is the home of a conversation that is resident nowhere."""
-PICK = "pick"
-"""Keyword argument of a choice that no call follows: the turn reaches its replica by another way."""
-_PICK_SECONDS = 1.0
-# A turn that has reached a replica is worth moving only for its cache.
-_STAY = SpillPolicy(resident=Margins(2**31, 1.0), newcomer=Margins(2**31, 1.0))
 
 
 class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
@@ -43,7 +34,6 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         super().__init__(*args, **kwargs)
         self._table: OrderedDict[str, str] = OrderedDict()
         self._resident: dict[str, frozenset[str]] = {}
-        self._picks: dict[str, deque[float]] = {}
         self._decisions = Counter(
             "moorage_routing_decisions",
             description="Turns by the reason for which their first choice of a replica was taken.",
@@ -97,43 +87,23 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         pending_request.routing_context.should_backoff = True
         key = pending_request.metadata.session_id or None
         refused = frozenset(pending_request.kwargs.get(AVOID, ()))
-        here = pending_request.kwargs.get(HERE)
         placement = place(
             key,
             [self._view(replica, key, refused) for replica in candidate_replicas],
             request_id=pending_request.metadata.internal_request_id,
-            table_home=here or (self._table.get(key) if key else None),
-            policy=_STAY if here else self._policy,
+            table_home=self._table.get(key) if key else None,
+            policy=self._policy,
         )
         if first_try and placement.ranked:
             self._decisions.inc(tags={"reason": placement.reason.value})
-            if PICK in pending_request.kwargs and here is None:
-                self._note_pick(key, placement.ranked[0])
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[by_id[replica]] for replica in placement.ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken the call: it is where the next turn of this key looks first."""
-        self._remember(pending_request.metadata.session_id, replica_id.unique_id)
-
-    def _note_pick(self, key: str | None, replica: str) -> None:
-        """Serve tells nothing of what becomes of a pick."""
-        self._remember(key, replica)
-        self._picks.setdefault(replica, deque()).append(time.monotonic())
-
-    def _recent_picks(self, replica: str) -> int:
-        """Those that the replica's report may not show yet."""
-        picks = self._picks.get(replica)
-        if not picks:
-            return 0
-        horizon = time.monotonic() - _PICK_SECONDS
-        while picks and picks[0] < horizon:
-            picks.popleft()
-        return len(picks)
-
-    def _remember(self, key: str | None, replica: str) -> None:
+        key = pending_request.metadata.session_id
         if key:
-            self._table[key] = replica
+            self._table[key] = replica_id.unique_id
             self._table.move_to_end(key)
             while len(self._table) > self._table_size:
                 self._table.popitem(last=False)
@@ -144,15 +114,13 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         in_flight = self.replica_queue_len_cache.get(replica.replica_id)
         return ReplicaView(
             replica_id=name,
-            load=int(report.get("load", 0)) + self._recent_picks(name) if in_flight is None else in_flight,
+            load=int(report.get("load", 0)) if in_flight is None else in_flight,
             resident=key is not None and key in self._resident.get(name, ()),
             accepting=bool(report.get("accepting", True)) and name not in refused,
         )
 
     def _forget(self, gone: set[str]) -> None:
         if gone:
-            for replica in gone:
-                self._picks.pop(replica, None)
             for key in [key for key, home in self._table.items() if home in gone]:
                 del self._table[key]
 
