@@ -53,7 +53,6 @@ class Engine:
         self.metrics = StepMetrics()
         self.last_report = StepReport(0, StepOutcome.NO_WORK)
         self._decoder = decoder
-        self._eos = manifest.eos_token_ids
         if manifest.state_bytes and manifest.max_draft_tokens:
             raise InvalidOption("max_draft_tokens", manifest.max_draft_tokens, "0: a state has no earlier position")
         windowed = manifest.windowed
@@ -74,7 +73,12 @@ class Engine:
         )
         self._events = EventQueue()
         self._lifecycle = Lifecycle(
-            self._cache, self._events, self.max_length, manifest.vocab_size, manifest.max_draft_tokens
+            self._cache,
+            self._events,
+            self.max_length,
+            manifest.vocab_size,
+            manifest.eos_token_ids,
+            manifest.max_draft_tokens,
         )
         self._scheduler = Scheduler(self._lifecycle, config)
         self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
@@ -166,7 +170,7 @@ class Engine:
         if not plan.executable:
             self._report(plan, plan.outcome, started)
             return
-        step = StepTransaction(plan, self._lifecycle, self._decoder, self._packer, self._sampler, self._eos)
+        step = StepTransaction(plan, self._lifecycle, self._decoder, self._packer, self._sampler)
         self._lifecycle.in_step = True
         try:
             outcome = self._execute(step)

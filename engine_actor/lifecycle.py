@@ -28,12 +28,19 @@ LAST_TURN_ID = 2**64 - 1
 
 class Lifecycle:
     def __init__(
-        self, cache: CacheManager, events: EventQueue, max_length: int, vocab_size: int, max_draft_tokens: int = 0
+        self,
+        cache: CacheManager,
+        events: EventQueue,
+        max_length: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_draft_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self.events = events
         self.max_length = max_length
         self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
         self.max_draft_tokens = max_draft_tokens
         self.records: dict[int, RequestRecord] = {}
         self.queue: OrderedDict[int, RequestRecord] = OrderedDict()
@@ -61,7 +68,7 @@ class Lifecycle:
 
     def residents(self) -> Iterator[RequestRecord]:
         """Owners of memory, in resident order, dormant ones included."""
-        return (self.records[request_id] for request_id in self.cache.paged.residents())
+        return map(self.records.__getitem__, self.cache.paged.residents())
 
     def has_executable(self) -> bool:
         return bool(self.queue) or any(record.executable for record in self.residents())
@@ -109,7 +116,12 @@ class Lifecycle:
         record.turn_prompt_tokens = len(added)
         record.turn_generated = options.resumed_tokens
         record.cached_tokens = record.processed
-        record.prompt_boundary = record.history.length
+        record.prompt_boundary = length = record.history.length
+        limit = options.max_generated_tokens
+        record.end_length = min(record.max_total, length + limit) if limit else record.max_total
+        eos = frozenset() if options.ignore_eos else self.eos_token_ids
+        record.end_tokens = eos | options.stop_token_ids
+        record.plain = not (options.min_generated_tokens or options.sampling.reshapes)
         record.finish_reason = None
         record.admitted = False
         record.match_cache = None

@@ -93,6 +93,8 @@ class RequestRecord:
         "admitted",
         "cached_tokens",
         "drafts",
+        "end_length",
+        "end_tokens",
         "finish_reason",
         "handle",
         "history",
@@ -103,6 +105,7 @@ class RequestRecord:
         "overtaken",
         "passed_over",
         "pending_events",
+        "plain",
         "preemptions",
         "processed",
         "prompt_boundary",
@@ -128,6 +131,10 @@ class RequestRecord:
         self.turn_generated = 0
         self.cached_tokens = 0
         self.prompt_boundary = 0
+        # Facts of the turn's options, worked out once because every step of every row asks for them.
+        self.end_length = max_total  # the sequence's length at which a limit ends the turn
+        self.end_tokens: frozenset[int] = frozenset()  # these end it without being part of it
+        self.plain = True  # its logits choose the token as they are
         self.drafts: tuple[int, ...] = ()  # proposed by the caller for the next committed step
         self.finish_reason: FinishReason | None = None
         self.admitted = False  # the current turn has had its first committed step
@@ -156,9 +163,7 @@ class RequestRecord:
     @property
     def tokens_left(self) -> int:
         """Tokens that this turn may still generate."""
-        left = self.max_total - self.history.length
-        limit = self.turn_options.max_generated_tokens
-        return min(left, limit - self.turn_generated) if limit else left
+        return self.end_length - self.history.length
 
     def usage(self) -> Usage:
         return Usage(self.turn_prompt_tokens, self.turn_generated, self.cached_tokens)

@@ -73,7 +73,6 @@ class StepTransaction:
         decoder: Decoder,
         packer: StepPacker,
         sampler: BatchedSampler,
-        eos_token_ids: frozenset[int],
     ) -> None:
         self.plan = plan
         self.phase = Phase.PLANNED
@@ -82,7 +81,6 @@ class StepTransaction:
         self._decoder = decoder
         self._packer = packer
         self._sampler = sampler
-        self._eos = eos_token_ids
         self._reservation: StepReservation | None = None
         self._logits: Any = None
         self._staged: list[StagedRow] = []
@@ -113,32 +111,24 @@ class StepTransaction:
 
     def sample(self) -> None:
         self._begin(Phase.SAMPLE)
-        rows: list[SampleRow] = []
-        for row in self.plan.rows:
-            if row.samples:
-                record, length = row.record, row.record.history.length
-                params, context = record.turn_options.sampling, self._context(record)
-                rows.append(SampleRow(params, length, context))
-                for i in range(len(row.drafts)):
-                    rows.append(SampleRow(params, length + 1 + i, context))
-        tokens = self._sampler.sample(self._logits, rows)
+        tokens = self._sampler.sample(self._logits, self._sample_rows())
         at = 0
         for row in self.plan.rows:
-            if row.samples:
-                following = at + len(row.drafts) + 1
-                staged = self._stage(row, tokens[at:following])
-                wanted = row.record.turn_options.logprobs
-                if wanted is not None:
-                    staged.logprobs = self._logprobs(staged, at, wanted)
-                at = following
-            else:
-                staged = StagedRow(row, row.demand.target)
+            if not row.samples:
+                self._staged.append(StagedRow(row, row.demand.target))
+                continue
+            staged = self._stage(row, tokens, at)
+            wanted = row.record.turn_options.logprobs
+            if wanted is not None:
+                staged.logprobs = self._logprobs(staged, at, wanted)
             self._staged.append(staged)
+            at += 1 + len(row.drafts)
 
     def prepare(self) -> None:
         self._begin(Phase.PREPARE)
         assert self._reservation is not None
-        self._events = [event for staged in self._staged for event in self._events_of(staged)]
+        for staged in self._staged:
+            self._add_events(staged)
         self._queue_after = self._lifecycle.events.stage(self._events)
         self._reservation.validate(self._boundaries())
 
@@ -151,7 +141,8 @@ class StepTransaction:
 
     @property
     def accepted_drafts(self) -> int:
-        return sum(staged.boundary + len(staged.row.drafts) - staged.row.demand.target for staged in self._staged)
+        drafted = (staged for staged in self._staged if staged.row.drafts)
+        return sum(staged.boundary + len(staged.row.drafts) - staged.row.demand.target for staged in drafted)
 
     def publish_events(self) -> None:
         self._lifecycle.events.publish(self._queue_after, self._events)
@@ -187,14 +178,26 @@ class StepTransaction:
     def _boundaries(self) -> list[int]:
         return [staged.boundary for staged in self._staged]
 
+    def _sample_rows(self) -> list[SampleRow]:
+        """One for each row of wanted logits."""
+        rows: list[SampleRow] = []
+        for row in self.plan.rows:
+            if row.samples:
+                record = row.record
+                length, params = record.history.length, record.turn_options.sampling
+                context = None if record.plain else self._context(record)
+                rows.append(SampleRow(params, length, context))
+                for i in range(len(row.drafts)):
+                    rows.append(SampleRow(params, length + 1 + i, context))
+        return rows
+
     def _context(self, record: RequestRecord) -> RowContext | None:
-        """What changes this row's logits; None for most rows."""
+        """What changes this row's logits."""
         options = record.turn_options
         too_short = record.turn_generated < options.min_generated_tokens
         if not too_short and not options.sampling.reshapes:
             return None
-        ends = options.stop_token_ids if options.ignore_eos else options.stop_token_ids | self._eos
-        banned = ends if too_short else frozenset()
+        banned = record.end_tokens if too_short else frozenset()
         return RowContext(record.history.ids[: record.history.length], record.turn_generated, banned)
 
     def _logprobs(self, staged: StagedRow, at: int, wanted: int) -> list[TokenLogprob]:
@@ -202,13 +205,17 @@ class StepTransaction:
         logits = to_host(self._logits[at : at + len(staged.appended)])
         return [logprob_of(row, token, wanted) for row, token in zip(logits, staged.appended, strict=True)]
 
-    def _stage(self, row: PlannedRow, tokens: Sequence[int | None]) -> StagedRow:
-        """`tokens`: the one that follows the sequence, then the one that follows each draft. The first that is not the
-        next draft ends the row, and so do the first that ends the turn and the first at a limit (F298, F305, F306)."""
-        drafts, record, finish = row.drafts, row.record, None
+    def _stage(self, row: PlannedRow, tokens: Sequence[int | None], at: int) -> StagedRow:
+        """`tokens`: from index `at` on the one that follows the sequence, then the one that follows each draft. The
+        first that is not the next draft ends the row, and so do the first that ends the turn and the first at a limit
+        (F298, F305, F306)."""
+        drafts, record = row.drafts, row.record
+        token, goes_on = tokens[at], record.history.length + 1 < record.end_length
+        if goes_on and not drafts and token is not None and token not in record.end_tokens:
+            return StagedRow(row, row.demand.target, (token,))  # nearly always: one token more
         appended: list[int] = []
-        accepted = 0
-        for token in tokens:
+        accepted, finish = 0, None
+        for token in tokens[at : at + 1 + len(drafts)]:
             finish = self._end_before(record, token)
             if token is None or finish is not None:
                 break
@@ -222,30 +229,31 @@ class StepTransaction:
 
     def _end_before(self, record: RequestRecord, token: int | None) -> FinishReason | None:
         """Why this token ends the turn without being part of it."""
-        options = record.turn_options
         if token is None:
             return FinishReason.FAILED
-        if token in self._eos and not options.ignore_eos:
-            return FinishReason.EOS
-        return FinishReason.STOP_SEQUENCE if token in options.stop_token_ids else None
+        if token not in record.end_tokens:
+            return None
+        is_eos = token in self._lifecycle.eos_token_ids and not record.turn_options.ignore_eos
+        return FinishReason.EOS if is_eos else FinishReason.STOP_SEQUENCE
 
     def _end_after(self, record: RequestRecord, added: int) -> FinishReason | None:
         """Which limit the turn reaches with `added` tokens of this step."""
-        limit = record.turn_options.max_generated_tokens
-        if record.history.length + added >= record.max_total:
+        length = record.history.length + added
+        if length >= record.max_total:
             return FinishReason.MAX_SESSION_TOKENS
-        return FinishReason.MAX_GENERATED_TOKENS if limit and record.turn_generated + added >= limit else None
+        return FinishReason.MAX_GENERATED_TOKENS if length >= record.end_length else None
 
-    def _events_of(self, staged: StagedRow) -> list[EngineEvent]:
+    def _add_events(self, staged: StagedRow) -> None:
         """One event a token, in order; how the turn ended joins the last one (F068, F080)."""
-        record = staged.row.record
-        events = [EngineEvent(EventFlags.TOKEN, record, record.turn_id, token) for token in staged.appended]
+        record, events = staged.row.record, self._events
+        for token in staged.appended:
+            events.append(EngineEvent(EventFlags.TOKEN, record, record.turn_id, token))
         if staged.logprobs:
-            for event, logprob in zip(events, staged.logprobs, strict=True):
+            for event, logprob in zip(events[-len(staged.appended) :], staged.logprobs, strict=True):
                 event.logprob = logprob
         if staged.finish is None:
-            return events
-        if not events:
+            return
+        if not staged.appended:
             events.append(EngineEvent(NO_FLAGS, record, record.turn_id))
         last = events[-1]
         last.flags |= EventFlags.TURN_FINISHED
@@ -256,7 +264,6 @@ class StepTransaction:
             last.flags |= EventFlags.FAILED
             last.error_code = ErrorCode.NOT_FINITE
             last.message = "the model gave no finite number for the next token"
-        return events
 
     def _cached_tokens(self, row: PlannedRow) -> int:
         """Input positions of this turn that were found in the cache; fixed by the turn's first step."""
@@ -264,14 +271,17 @@ class StepTransaction:
 
     def _publish(self, staged: StagedRow) -> None:
         row, record = staged.row, staged.row.record
-        record.cached_tokens = self._cached_tokens(row)
-        record.admitted = True
+        if not record.admitted:
+            record.cached_tokens = row.demand.committed
+            record.admitted = True
         record.processed = staged.boundary
         record.drafts = ()
+        history = record.history
         for token in staged.appended:
-            record.history.publish(token)
-            record.turn_generated += 1
-        record.history.unstage()
+            history.publish(token)
+        record.turn_generated += len(staged.appended)
+        if len(staged.appended) <= len(row.drafts):
+            history.unstage()
         if row.demand.new:
             self._lifecycle.queue.pop(record.id)
         record.finish_reason = staged.finish
@@ -282,10 +292,12 @@ class StepTransaction:
     def share_full_blocks(self) -> None:
         """Offers blocks that became full to the prefix index; a row of broken numbers gives up its memory instead."""
         cache = self._lifecycle.cache
+        size = cache.block_size
         for staged in self._staged:
             record: RequestRecord = staged.row.record
+            before = staged.row.demand.committed
             if staged.finish is FinishReason.FAILED:
                 cache.remove(record.id)
                 record.processed = 0
-            else:
-                cache.index_full_blocks(record.id, record.options.salt, record.history.ids, staged.row.demand.committed)
+            elif staged.boundary // size > before // size:
+                cache.index_full_blocks(record.id, record.options.salt, record.history.ids, before)

@@ -75,14 +75,16 @@ class StepPacker:
         input_ids: list[int] = []
         wanted: list[int] = []
         for row in rows:
-            demand = row.demand
-            if row.drafts:
-                input_ids += row.record.history.ids[demand.committed : demand.target - len(row.drafts)]
-                input_ids += row.drafts
+            ids, past_length = row.record.history.ids, row.demand.committed
+            if row.count == 1:  # nearly always
+                input_ids.append(ids[past_length])
             else:
-                input_ids += row.record.history.ids[demand.committed : demand.target]
-            if row.samples:
+                input_ids += ids[past_length : row.demand.target - len(row.drafts)]
+                input_ids += row.drafts
+            if row.drafts:
                 wanted += row.logits_rows
+            elif row.samples:
+                wanted.append(row.offset + row.count - 1)
         counts = np.array([row.count for row in rows], np.int32)
         past = np.array([row.demand.committed for row in rows], np.int32)
         cumulative = np.zeros(len(rows) + 1, np.int32)

@@ -7,7 +7,12 @@ positions  [0 .. committed)  valid KV rows   [committed .. count * B)  room that
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine_actor.errors import ContractViolation
+
+if TYPE_CHECKING:
+    from engine_actor.memory.prefix_index import IndexEntry
 
 
 def blocks_for(positions: int, block_size: int) -> int:
@@ -16,9 +21,11 @@ def blocks_for(positions: int, block_size: int) -> int:
 
 
 class BlockTable:
-    """`epoch` changes whenever an entry that somebody may have copied is no longer true; plain growth keeps it."""
+    """`epoch` changes whenever an entry that somebody may have copied is no longer true; plain growth keeps it.
+    `forked`: another table may hold the partly filled last block; without it nobody else does. `indexed`: the
+    prefix index's entry for the last block that was offered to it."""
 
-    __slots__ = ("block_size", "blocks", "committed", "count", "epoch", "resident")
+    __slots__ = ("block_size", "blocks", "committed", "count", "epoch", "forked", "indexed", "resident")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -26,6 +33,8 @@ class BlockTable:
         self.count = 0
         self.committed = 0
         self.epoch = 0
+        self.forked = False
+        self.indexed: IndexEntry | None = None
         self.resident = False
 
     def slot(self, position: int) -> int:

@@ -146,7 +146,7 @@ class CacheManager:
         if full > first:
             last = full * self.block_size - 1
             assert self.is_committed_row(request_id, last), f"position {last} of request {request_id} is not valid"
-            self.index.insert(salt, tokens, table.blocks[:full], first)
+            table.indexed = self.index.insert(salt, tokens, table.blocks[:full], first, table.indexed)
 
     def remove(self, request_id: int) -> None:
         self.paged.remove(request_id)

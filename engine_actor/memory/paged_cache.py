@@ -31,9 +31,9 @@ class PagedCache:
         table = self._tables.get(request_id)
         return table if table is not None and table.resident else None
 
-    def residents(self) -> Iterator[int]:
+    def residents(self) -> list[int]:
         """Ids of resident requests, in the order in which they became resident."""
-        return (request_id for request_id, table in self._tables.items() if table.resident)
+        return [request_id for request_id, table in self._tables.items() if table.resident]
 
     def tables(self) -> Iterator[tuple[int, BlockTable]]:
         """Residents with their tables, in order."""
@@ -64,14 +64,16 @@ class PagedCache:
 
     def must_copy_tail(self, table: BlockTable) -> bool:
         """The next write goes into a partly filled block that somebody else holds too (C17: only then it is copied)."""
-        size = self.block_size
-        return table.committed % size != 0 and self.pool.owner_count(table.blocks[table.committed // size]) > 1
+        if not table.forked:
+            return False
+        at, offset = divmod(table.committed, self.block_size)
+        return offset != 0 and self.pool.owner_count(table.blocks[at]) > 1
 
     def growth(self, table: BlockTable, positions: int) -> int:
         """Blocks that the pool must issue so that `positions` can be written: what the table lacks (F105), and one for
         a private copy of a shared tail."""
-        lacking = -(-positions // self.block_size) - table.count
-        return (lacking if lacking > 0 else 0) + self.must_copy_tail(table)
+        lacking = blocks_for(positions, self.block_size) - table.count
+        return (lacking if lacking > 0 else 0) + (table.forked and self.must_copy_tail(table))
 
     def blocks_to_add(self, demand: RowDemand) -> int:
         """As `growth`, for a new row too, which brings the blocks that it adopts."""
@@ -133,7 +135,7 @@ class PagedCache:
     def _checked_need(self, demand: RowDemand) -> int:
         """Blocks that the row needs. Raises ContractViolation where it does not fit the tables."""
         name = demand.request_id
-        table = self.table(name)
+        table = self._tables.get(name)
         if demand.new is not (table is None):
             raise ContractViolation(
                 f"request {name} is marked {'new but is resident' if demand.new else 'resident but is not'}"
@@ -187,6 +189,7 @@ class PagedCache:
         self.pool.free(surplus[::-1])
         table.count = keep_blocks
         table.committed = kept
+        table.indexed = None
         table.epoch += 1
         return kept
 
@@ -205,6 +208,7 @@ class PagedCache:
         for block in parent.blocks[: blocks_for(positions, self.block_size)]:
             self.pool.pin(block)
             child.blocks.append(block)
+        child.forked = parent.forked = True
         child.count = len(child.blocks)
         child.committed = positions
         child.resident = True
@@ -233,3 +237,10 @@ class PagedCache:
             if self._live is None and (len(table.blocks) != table.count or not table.resident):
                 raise ContractViolation(f"request {request_id} holds reserved blocks and no step is live")
         self.pool.check_integrity(self.holders())
+        for request_id, table in self._tables.items():
+            if self._shares_unmarked_tail(table):
+                raise ContractViolation(f"request {request_id}: its last block has other owners, and it is no fork")
+
+    def _shares_unmarked_tail(self, table: BlockTable) -> bool:
+        at, offset = divmod(table.committed, self.block_size)
+        return offset != 0 and not table.forked and self.pool.owner_count(table.blocks[at]) > 1

@@ -24,18 +24,18 @@ def chained_sha256(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
 
 
-class _Entry:
+class IndexEntry:
     __slots__ = ("block", "children", "digest", "parent", "salt", "tokens")
 
-    def __init__(self, block: int, digest: bytes, salt: bytes, tokens: bytes, parent: _Entry | None) -> None:
+    def __init__(self, block: int, digest: bytes, salt: bytes, tokens: bytes, parent: IndexEntry | None) -> None:
         self.block = block
         self.digest = digest
         self.salt = salt
         self.tokens = tokens
         self.parent = parent
-        self.children: dict[int, _Entry] = {}  # by block
+        self.children: dict[int, IndexEntry] = {}  # by block
 
-    def stands_for(self, salt: bytes, parent: _Entry | None, tokens: bytes) -> bool:
+    def stands_for(self, salt: bytes, parent: IndexEntry | None, tokens: bytes) -> bool:
         return self.tokens == tokens and self.parent is parent and self.salt == salt
 
 
@@ -44,7 +44,7 @@ class PrefixMatch:
 
     __slots__ = ("blocks", "last")
 
-    def __init__(self, blocks: tuple[int, ...], last: _Entry | None) -> None:
+    def __init__(self, blocks: tuple[int, ...], last: IndexEntry | None) -> None:
         self.blocks = blocks
         self.last = last
 
@@ -57,8 +57,8 @@ class PrefixIndex:
         self._pool = pool
         self._block_size = block_size
         self._digest = digest
-        self._by_digest: dict[bytes, _Entry] = {}
-        self._by_block: dict[int, _Entry] = {}
+        self._by_digest: dict[bytes, IndexEntry] = {}
+        self._by_block: dict[int, IndexEntry] = {}
         self.generation = 0
         self.collisions = 0
 
@@ -73,7 +73,7 @@ class PrefixIndex:
         all above it, and only what lies behind is looked up: a prompt that waits is not hashed anew in every step.
         """
         blocks: list[int] = []
-        last: _Entry | None = None
+        last: IndexEntry | None = None
         if known is not None and known.last is not None and self._by_block.get(known.last.block) is known.last:
             blocks, last = list(known.blocks), known.last
         for start in range(len(blocks) * self._block_size, len(tokens) - self._block_size, self._block_size):
@@ -84,25 +84,35 @@ class PrefixIndex:
             last = entry
         return PrefixMatch(tuple(blocks), last)
 
-    def insert(self, salt: bytes, tokens: Sequence[int], blocks: Sequence[int], first: int) -> None:
+    def insert(
+        self,
+        salt: bytes,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        first: int,
+        known: IndexEntry | None = None,
+    ) -> IndexEntry | None:
         """Indexes the full blocks first, first + 1, ... of a sequence; `blocks` is its table up to the last full one.
+        Returns the entry that stands for the last of them, which the next call for this sequence takes as `known`.
 
         A block whose content is indexed already stays private to its table: tables are append-only, duplicates are
-        not merged. Indexing stops where the chain above is no longer indexed.
+        not merged. Indexing stops, with None, where the chain above is no longer indexed.
         """
-        parent: _Entry | None = None
+        parent: IndexEntry | None = None
         if first:
             parent = self._by_block.get(blocks[first - 1])
+            if parent is None and known is not None and self._by_block.get(known.block) is known:
+                parent = known
             if parent is None:
                 parent = self._walk(salt, tokens, first)
                 if parent is None:
-                    return
+                    return None
         for i in range(first, len(blocks)):
             packed = self._packed(tokens, i * self._block_size)
             key = self._digest(parent.digest if parent else salt, packed)
             entry = self._by_digest.get(key)
             if entry is None:
-                entry = _Entry(blocks[i], key, salt, packed, parent)
+                entry = IndexEntry(blocks[i], key, salt, packed, parent)
                 self._pool.hold_for_index(blocks[i])
                 self._by_digest[key] = entry
                 self._by_block[blocks[i]] = entry
@@ -111,8 +121,9 @@ class PrefixIndex:
                 self.generation += 1
             elif not entry.stands_for(salt, parent, packed):
                 self.collisions += 1
-                return
+                return None
             parent = entry
+        return parent
 
     def make_room(self, free_wanted: int) -> None:
         """Gives up idle blocks until the pool has `free_wanted` free ones, or none is idle."""
@@ -136,7 +147,7 @@ class PrefixIndex:
     def _packed(self, tokens: Sequence[int], start: int) -> bytes:
         return array("q", tokens[start : start + self._block_size]).tobytes()
 
-    def _find(self, salt: bytes, parent: _Entry | None, packed: bytes) -> _Entry | None:
+    def _find(self, salt: bytes, parent: IndexEntry | None, packed: bytes) -> IndexEntry | None:
         entry = self._by_digest.get(self._digest(parent.digest if parent else salt, packed))
         if entry is None:
             return None
@@ -145,15 +156,15 @@ class PrefixIndex:
             return None
         return entry
 
-    def _walk(self, salt: bytes, tokens: Sequence[int], blocks: int) -> _Entry | None:
-        entry: _Entry | None = None
+    def _walk(self, salt: bytes, tokens: Sequence[int], blocks: int) -> IndexEntry | None:
+        entry: IndexEntry | None = None
         for i in range(blocks):
             entry = self._find(salt, entry, self._packed(tokens, i * self._block_size))
             if entry is None:
                 return None
         return entry
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: IndexEntry) -> None:
         """Removes an entry and all below it: without their head they could never be matched again (PX-04)."""
         if entry.parent is not None:
             del entry.parent.children[entry.block]

@@ -44,7 +44,7 @@ class RowDemand:
 @dataclass(slots=True)
 class RowReservation:
     """One row's part. `copy` is (shared tail, private copy) where the tail, at index `tail` of the table, must be
-    written but has other owners; the row keeps its share of the source until the step ends."""
+    written but has other owners; the row keeps its share of the source until the step ends, and `copy` is None then."""
 
     demand: RowDemand
     table: BlockTable
@@ -67,12 +67,8 @@ class Reservation:
         self.rows = rows
         self.state = ReservationState.RESERVED
         self.pool_generation = cache.pool.generation
+        self.copies = tuple(row.copy for row in rows if row.copy)  # (source, destination), before the forward pass
         self._tables_before = cache.snapshot()
-
-    @property
-    def copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) blocks to copy before the forward pass."""
-        return tuple(row.copy for row in self.rows if row.copy)
 
     def validate(self, committed: Sequence[int]) -> None:
         """Proves, without changing anything, that `commit(committed)` will succeed: nothing moved since the
@@ -110,19 +106,27 @@ class Reservation:
             table.committed = boundary
             table.resident = True
             if row.copy:
-                # The forward pass has run, so the copy is complete and its source may go.
-                self._cache.pool.free([row.copy[0]])
+                self._drop_source(row)  # the forward pass has run, so the copy is complete
         self._cache.end_reservation(self)
+
+    def _drop_source(self, row: RowReservation) -> None:
+        assert row.copy is not None
+        source, row.copy = row.copy[0], None
+        self._cache.pool.free([source])
 
     def abandon(self) -> None:
         """After a failure inside `commit` or `release`: nothing more is undone. What a row holds stays in its table, so
-        that removing the request gives it back (F176). Does nothing if the step has ended."""
+        that removing the request gives it back (F176); only the share of a copied source, which no table shows, is
+        given back at once. Does nothing if the step has ended."""
         if not self._cache.is_live(self):
             return
+        self._cache.end_reservation(self)
         for row in self.rows:
             row.table.count = len(row.table.blocks)
             row.table.resident = True
-        self._cache.end_reservation(self)
+        for row in self.rows:
+            if row.copy:
+                self._drop_source(row)
 
     def release(self) -> None:
         """Gives everything back; the tables are what they were. Does nothing the second time (F143, F144)."""
@@ -142,8 +146,9 @@ class Reservation:
             else:
                 del table.blocks[row.blocks_before :]
                 if row.copy:
-                    table.blocks[row.tail] = row.copy[0]
-                    taken.insert(0, row.copy[1])
+                    table.blocks[row.tail], copied = row.copy
+                    taken.insert(0, copied)
+                    row.copy = None
             table.epoch += 1
             pool.free(taken[::-1])
         self._cache.end_reservation(self)

@@ -31,7 +31,7 @@ class Admission:
 
     def __init__(self, cache: CacheManager, row_limit: int, max_overtakes: int, running: int) -> None:
         self._cache = cache
-        self._table = cache.paged.table
+        self._table, self._growth = cache.paged.table, cache.paged.growth
         self._longest = cache.longest
         self._rows_left = row_limit
         self._residents_left = cache.max_residents - cache.resident_count
@@ -57,7 +57,7 @@ class Admission:
         elif table is None:
             self._consider_new(record, whole)
         else:
-            cost = self._cache.paged.growth(table, whole)
+            cost = self._growth(table, whole)
             if cost > self.selection.blocks_left:
                 self._block(record, cost)
             else:

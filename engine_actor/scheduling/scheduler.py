@@ -47,7 +47,7 @@ def share_budget(wants: Sequence[int], budget: int) -> list[int]:
         raise ValueError(f"{len(wants)} rows do not fit into a budget of {budget} tokens")
     counts = []
     for want in wants:
-        extra = min(want - 1, left)
+        extra = want - 1 if want <= left else left
         counts.append(1 + extra)
         left -= extra
     return counts
@@ -101,8 +101,7 @@ class Scheduler:
                 record.passed_over += 1  # a running row that lacks blocks comes earlier, to get the next free one
 
     def _candidates(self) -> list[RequestRecord]:
-        owners = map(self._lifecycle.records.__getitem__, self._lifecycle.cache.paged.residents())
-        candidates = [record for record in owners if record.executable]
+        candidates = [record for record in self._lifecycle.residents() if record.executable]
         candidates.extend(self._lifecycle.queue.values())
         if any(record.turn_options.priority for record in candidates):
             candidates.sort(key=lambda record: record.turn_options.priority)
@@ -154,8 +153,7 @@ class Scheduler:
         """Tokens that a row could use in this step."""
         if record.processed >= record.prompt_boundary:
             return 1
-        remaining = demand.whole - demand.committed
-        return min(remaining, self._longest_part)
+        return min(demand.whole - demand.committed, self._longest_part)
 
     def _decode_share(self) -> int:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
@@ -168,12 +166,16 @@ class Scheduler:
         counts = share_budget(wants, self._config.max_scheduled_tokens)
         drafts = self._drafts(selection, self._config.max_scheduled_tokens - sum(counts))
         offset = 0
-        for i, (record, demand) in enumerate(selection.rows):
-            own = demand.committed + counts[i]
-            count = counts[i] + len(drafts[i])
-            demand.target = demand.committed + count
+        for (record, demand), count, guesses in zip(selection.rows, counts, drafts, strict=True):
+            samples = demand.committed + count == demand.whole
             prefill = record.processed < record.prompt_boundary
-            plan.rows.append(PlannedRow(record, demand, count, offset, prefill, own == demand.whole, drafts[i]))
+            if prefill:
+                plan.prefill_tokens += count
+            if guesses:
+                plan.draft_tokens += len(guesses)
+                count += len(guesses)
+            demand.target = demand.committed + count
+            plan.rows.append(PlannedRow(record, demand, count, offset, prefill, samples, guesses))
             offset += count
         plan.token_count = offset
 

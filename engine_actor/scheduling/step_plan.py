@@ -41,7 +41,8 @@ class PlannedRow:
 
 @dataclass(slots=True)
 class StepPlan:
-    """outcome is COMMITTED for a plan that can be executed, else why not."""
+    """outcome is COMMITTED for a plan that can be executed, else why not. token_count is that of all rows; of these are
+    prefill_tokens input, and draft_tokens guesses."""
 
     transaction_id: int
     outcome: StepOutcome
@@ -49,6 +50,8 @@ class StepPlan:
     deferrals: list[Deferral] = field(default_factory=list)
     unserviceable: list[RequestRecord] = field(default_factory=list)
     token_count: int = 0
+    prefill_tokens: int = 0
+    draft_tokens: int = 0
 
     @property
     def executable(self) -> bool:
@@ -62,11 +65,13 @@ class StepPlan:
         offset = 0
         for row in self.rows:
             record, demand, count = row.record, row.demand, row.count
-            remaining = record.history.length - demand.committed + len(row.drafts)
+            remaining = record.history.length - demand.committed
             if not record.executable:
                 raise ContractViolation(f"request {record.id} is {record.status.value} and cannot run")
-            if row.drafts and (row.prefill or count != remaining):
-                raise ContractViolation(f"request {record.id}: drafts do not follow the end of its sequence")
+            if row.drafts:
+                remaining += len(row.drafts)
+                if row.prefill or count != remaining:
+                    raise ContractViolation(f"request {record.id}: drafts do not follow the end of its sequence")
             if not 1 <= count <= remaining or demand.target != demand.committed + count:
                 raise ContractViolation(f"request {record.id}: {count} tokens planned, {remaining} remain")
             if row.offset != offset:
@@ -79,11 +84,3 @@ class StepPlan:
     def graph_capture_eligible(self) -> bool:
         """A pure decode step of one token each (F097)."""
         return bool(self.rows) and not any(row.prefill or row.drafts for row in self.rows)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(row.count for row in self.rows if row.prefill)
-
-    @property
-    def draft_tokens(self) -> int:
-        return sum(len(row.drafts) for row in self.rows)

@@ -207,7 +207,7 @@ def in_prepare(patched: pytest.MonkeyPatch, _: ForcedDecoder) -> None:
 
 
 def in_prepare_for_want_of_memory(patched: pytest.MonkeyPatch, _: ForcedDecoder) -> None:
-    patched.setattr(StepTransaction, "_events_of", raising(MemoryError("injected")))
+    patched.setattr(StepTransaction, "_add_events", raising(MemoryError("injected")))
 
 
 def in_rollback_restore(patched: pytest.MonkeyPatch, decoder: ForcedDecoder) -> None:

@@ -11,6 +11,7 @@ import pytest
 from engine_actor.errors import InvalidCall, RetryableStepError
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.paged_cache import PagedCache
+from engine_actor.memory.reservation import Reservation
 from engine_actor.outcomes import DeferralReason
 from engine_actor.request import Request, RequestStatus
 from tests.support.doubles import next_token, solo
@@ -271,6 +272,32 @@ def test_a_rolled_back_fork_step_leaves_parent_and_child_as_they_were() -> None:
     parent.begin_turn([7])
     room.step()
     assert room.tokens[parent.id][-1] == next_token([*parent.tokens[:-1]])
+
+
+@pytest.mark.parity("F176", "F349")
+@pytest.mark.parametrize("fails_in", ["commit", "release"])
+def test_a_step_that_breaks_off_keeps_no_share_of_the_block_it_copied(
+    monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    room = room_of(8)
+    parent = room.dormant(TEN)
+    child = parent.fork()
+    child.begin_turn([7])
+    if fails_in == "release":
+        room.decoder.fail_next = lambda: RetryableStepError("injected")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken off")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Reservation, fails_in, fail)
+        room.engine.run(8)
+    assert room.engine.fatal_error is not None
+    room.cache.check_integrity()
+    parent.close()
+    child.close()
+    assert room.pool.free_count == 8
+    room.cache.check_integrity()
 
 
 @pytest.mark.parity("F343")

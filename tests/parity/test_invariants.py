@@ -97,6 +97,11 @@ def issue_to_nobody(cache: PagedCache) -> None:
     cache.pool.allocate(1)
 
 
+def share_a_tail_that_is_written_to(cache: PagedCache) -> None:
+    cache.fork(X, 7, 5)
+    cache._tables[X].forked = False
+
+
 @pytest.mark.parity("F181", "F182", "F183", "F184")
 @pytest.mark.parametrize(
     ("violate", "message"),
@@ -115,6 +120,7 @@ def issue_to_nobody(cache: PagedCache) -> None:
         (reserve_without_a_step, "no step is live"),
         (keep_a_provisional_table, "no step is live"),
         (issue_to_nobody, "block 3 has 1 owners, its holders say 0"),
+        (share_a_tail_that_is_written_to, "its last block has other owners, and it is no fork"),
     ],
 )
 def test_in02_each_violation_is_found(violate: Callable[[PagedCache], None], message: str) -> None:

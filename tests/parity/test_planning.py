@@ -411,12 +411,21 @@ def test_a_large_continuation_is_overtaken_for_ever_unless_bounds_are_on(bound: 
 
 
 @pytest.mark.parity("F121")
+@pytest.mark.parametrize("rows", [32, 31])
 @pytest.mark.parametrize("bounded", [True, False])
-def test_a_long_prompt_beside_31_endless_decodes(bounded: bool) -> None:
-    """Budget 32: a quarter, 8 tokens a step, is the prefill's, so 2,000 tokens take 250 steps. In S0's order: 2,000."""
+def test_a_long_prompt_beside_31_endless_decodes(bounded: bool, rows: int) -> None:
+    """Budget 32: a quarter, 8 tokens a step, is the prefill's, so 2,000 tokens take 250 steps, and one more
+    where decodes that have waited for long go first. In S0's order it gets the one token that 31 decodes leave, and
+    where they leave no row it never starts."""
     fairness = FairnessBounds() if bounded else FairnessBounds.off()
     room = Room(
-        num_blocks=800, block_size=16, max_batch_size=32, max_scheduled_tokens=32, max_length=4096, fairness=fairness
+        num_blocks=800,
+        block_size=16,
+        max_batch_size=rows,
+        max_residents=32,
+        max_scheduled_tokens=32,
+        max_length=4096,
+        fairness=fairness,
     )
     decodes = endless(room, 31)
     while any(r.processed_length == 0 for r in decodes):
@@ -424,13 +433,37 @@ def test_a_long_prompt_beside_31_endless_decodes(bounded: bool) -> None:
     prompt = room.add([3] * 2000, max_generated_tokens=1)
     generated = {r.id: r.current_length for r in decodes}
     waited = dict.fromkeys(generated, 0)
+    progress = []
     for _ in range(251):
-        rows = {row.record.id for row in room.plan().rows}
+        served = {row.record.id for row in room.plan().rows}
         for name in waited:
-            waited[name] = 0 if name in rows else waited[name] + 1
+            waited[name] = 0 if name in served else waited[name] + 1
             assert waited[name] <= 8 + 2
         room.step()
+        progress.append(prompt.processed_length)
     assert (prompt.finish_reason is not None) == bounded
-    if bounded:
+    if not bounded:
+        assert progress == [(rows - 31) * step for step in range(1, 252)]
+    else:
+        assert progress[1] >= 1 and progress[249] > 248 * 8
         grown = [r.current_length - generated[r.id] for r in decodes]
         assert max(grown) - min(grown) <= 2  # the decodes shared what was left evenly
+
+
+@pytest.mark.parity("F107", "F125")
+@pytest.mark.parametrize("bounded", [False, True])
+def test_of_two_running_rows_that_lack_a_block_the_one_that_was_passed_over_goes_first(bounded: bool) -> None:
+    """Both stand before a full block, and one block comes free at a time."""
+    fairness = FairnessBounds(max_passed_over=4) if bounded else FairnessBounds.off()
+    room = room_of(blocks=5, batch=8, fairness=fairness)
+    room.decoder.choose = lambda sequence: 5
+    dormant = [room.dormant([6]) for _ in range(3)]
+    first, second = room.add([4] * 4), room.add([4] * 4)
+    room.step()
+    assert selected(room) == [] and deferrals(room) == {first.id: BLOCKS, second.id: BLOCKS}
+    dormant.pop().close()
+    for _ in range(4):
+        assert selected(room) == [first.id] and deferrals(room) == {second.id: BLOCKS}
+        room.step()
+    dormant.pop().close()
+    assert selected(room) == [(second if bounded else first).id]

@@ -170,6 +170,31 @@ def test_an_earlier_answer_is_extended_and_is_not_trusted_when_its_chain_is_gone
     assert index.match(b"", tokens, known).blocks == tuple(again)
 
 
+def test_a_duplicate_that_grows_does_not_hash_its_beginning_again() -> None:
+    """As of two equal prompts that were computed at the same time. What was known is not trusted when it is gone."""
+    hashed = []
+
+    def digest(parent: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return chained_sha256(parent, tokens)
+
+    pool = BlockPool(9)
+    index = PrefixIndex(pool, 4, digest)
+    first = put((index, pool), EIGHT)
+    second = pool.allocate(3)
+    known = index.insert(b"", EIGHT, second[:2], 0)
+    assert known is index._by_block[first[1]]
+    hashed.clear()
+    twelve = [*EIGHT, 9, 9, 9, 9]
+    index.insert(b"", twelve, second, 2, known)
+    assert len(hashed) == 1 and found((index, pool), b"", [*twelve, 5]) == [*first, second[2]]
+    pool.free(first[::-1])
+    index.make_room(pool.free_count + 1)  # the chain goes, and the duplicate's tail with it
+    index.check_integrity()
+    assert index.insert(b"", twelve, second, 2, known) is None and len(index) == 1
+    assert found((index, pool), b"", [*twelve, 5]) == first[:1]
+
+
 # -- through the engine -----------------------------------------------------------------------------------------------
 
 SYSTEM = [3 + i % 40 for i in range(500)]

@@ -432,9 +432,7 @@ def test_phases_out_of_order_are_refused() -> None:
 
     def new_step() -> StepTransaction:
         plan = engine._scheduler.plan(1)
-        return StepTransaction(
-            plan, engine._lifecycle, engine._decoder, engine._packer, engine._sampler, frozenset({1})
-        )
+        return StepTransaction(plan, engine._lifecycle, engine._decoder, engine._packer, engine._sampler)
 
     step = new_step()
     before = everything(engine)
