@@ -31,6 +31,9 @@ UNLIMITED = 100_000
 # A constructor fails for reasons that do not pass: a wrong path, too little memory. Say so after the second
 # try.
 CONSTRUCTOR_TRIES = 2
+# A health check answers from what is known at once. One that takes longer comes from a process that was stopped or
+# whose event loop hangs; three in a row and Serve replaces it.
+HEALTH_CHECK_TIMEOUT_SECONDS = 5.0
 ROUTER = "serve_app.routing.sticky_router.StickyRouter"
 
 
@@ -52,6 +55,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
     common: dict[str, Any] = {
         "max_ongoing_requests": UNLIMITED,
         "health_check_period_s": args.health_check_period_seconds,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_SECONDS,
         "graceful_shutdown_timeout_s": args.graceful_shutdown_timeout_seconds,
         "graceful_shutdown_wait_loop_s": 0.2,
         "max_constructor_retry_count": CONSTRUCTOR_TRIES,

@@ -116,6 +116,10 @@ class EngineDeployment:
             return False
         return True
 
+    async def sign_of_life(self, only: str) -> tuple[str, bool]:
+        """This replica's id, and whether its engine works. `only` is for the router alone."""
+        return self._replica, await self.accepting()
+
     async def describe(self) -> dict[str, Any]:
         """What start-up found out, for an operator: plain values."""
         pool = self._report.pool

@@ -2,49 +2,28 @@
 
 A stream from a replica starts with the replica's id, before the turn reaches its engine. So this side knows
 that the call has been placed (until then a missing replica is waited for, but not forever) and whom not to
-ask again.
+ask again. What happens when a replica is lost is in `failover`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from engine_actor.turns import (
-    EndReason,
-    ForkOutcome,
-    RefusalCode,
-    SessionInfo,
-    TurnAccepted,
-    TurnDelta,
-    TurnEnded,
-    TurnRefused,
-    TurnRequest,
-    TurnTokens,
-)
-from serve_app.routing.sticky_router import AVOID
+from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from serve_app.failover.counters import FailoverCounters
+from serve_app.failover.turn import FailoverTurn
+from serve_app.failover.watch import ReplicaWatch
+from serve_app.routing.known_replicas import known_replicas
+from serve_app.routing.sticky_router import ONLY
 
-logger = logging.getLogger("moorage")
-
-_ELSEWHERE = frozenset({RefusalCode.QUEUE_FULL, RefusalCode.UNAVAILABLE})
-_LOST = (RayActorError, BackPressureError, DeploymentUnavailableError)
-_ATTEMPTS = 3
-_LOSSES = 2  # a turn that kills its replica must not kill them all
-_PAUSE_SECONDS = 0.05  # lets the router learn of a death before the next attempt
 _CONTROL_TIMEOUT_SECONDS = 5.0
 _READY_TIMEOUT_SECONDS = 2.0
-_RETRY_AFTER_SECONDS = 1.0
-
-
-class _NoReplica(Exception):
-    """No replica took the call in time."""
 
 
 class HandleEngineClient:
@@ -54,64 +33,29 @@ class HandleEngineClient:
         """`placement_timeout`: seconds that a turn waits for a replica to exist."""
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
+        self._signs = handle.options(method_name="sign_of_life")
+        self._watch = ReplicaWatch(self._sign_of_life, known_replicas(handle.app_name, handle.deployment_name))
+        self._counters = FailoverCounters()
         self._placement_timeout = placement_timeout
         self._context_limit: int | None = None
 
     async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
-        """See the protocol. A replica lost after it accepted ends the turn with `EndReason.FAILED`."""
+        """See the protocol, and `failover.turn` for what happens when a replica is lost."""
         handle = self._turns.options(session_id=routing_key) if routing_key else self._turns
-        asked: list[str] = []
-        refusal = TurnRefused(RefusalCode.UNAVAILABLE, "no replica could take the turn")
-        losses = 0
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(_PAUSE_SECONDS * attempt)
-            progress = _Progress(request.choices)
-            try:
-                async with aclosing(self._attempt(handle, request, asked)) as deltas:
-                    async for delta in deltas:
-                        if isinstance(delta, TurnRefused) and delta.code in _ELSEWHERE:
-                            refusal = delta
-                            break
-                        progress.note(delta)
-                        yield delta
-            except _NoReplica:
-                refusal = _unavailable("no replica is running")
-                break
-            except _LOST as error:
-                logger.warning("turn %s lost its replica: %s", request.request_id, type(error).__name__)
-                refusal = _unavailable("the replica was lost")
-                losses += 1
-            if progress.complete:
-                return
-            if progress.accepted is not None:
-                for ended in progress.failed("the replica was lost in the middle of the answer"):
-                    yield ended
-                return
-            if losses == _LOSSES:
-                break
-        yield refusal
-
-    async def _attempt(
-        self, handle: DeploymentHandle, request: TurnRequest, asked: list[str]
-    ) -> AsyncGenerator[TurnDelta, None]:
-        """One call. Leaving it early, from either side, cancels it wherever it is: unplaced, queued or
-        running."""
-        response = handle.remote(request, **{AVOID: tuple(asked)})
-        done = False
-        try:
-            try:
-                async with asyncio.timeout(self._placement_timeout):
-                    replica = await anext(response)
-            except TimeoutError:
-                raise _NoReplica from None
-            asked.append(replica)
-            async for delta in response:
+        turn = FailoverTurn(handle, request, self._watch, self._counters, self._placement_timeout)
+        async with aclosing(turn.deltas()) as deltas:
+            async for delta in deltas:
                 yield delta
-            done = True
-        finally:
-            if not done:
-                response.cancel()
+
+    async def _sign_of_life(self, replica: str) -> tuple[str, bool]:
+        """Of the replica of this id; of another one, if the router does not have it any more."""
+        response = self._signs.remote(**{ONLY: replica})
+        try:
+            answer: tuple[str, bool] = await response
+        except BaseException:
+            response.cancel()
+            raise
+        return answer
 
     async def sessions(self, owner: str) -> list[SessionInfo]:
         """Of the replicas that answer in time."""
@@ -158,36 +102,3 @@ class HandleEngineClient:
         if answers and not good:
             raise answers[0]
         return good
-
-
-class _Progress:
-    """How far a turn has come, for the message that ends it when its replica is gone."""
-
-    def __init__(self, choices: int) -> None:
-        self.accepted: TurnAccepted | None = None
-        self.complete = False
-        self._generated = dict.fromkeys(range(choices), 0)  # tokens of the choices that run
-
-    def note(self, delta: TurnDelta) -> None:
-        if isinstance(delta, TurnAccepted):
-            self.accepted = delta
-        elif isinstance(delta, TurnTokens):
-            self._generated[delta.choice] += len(delta.token_ids)
-        elif isinstance(delta, TurnEnded):
-            del self._generated[delta.choice]
-            self.complete = not self._generated
-        else:
-            self.complete = True
-
-    def failed(self, message: str) -> list[TurnEnded]:
-        """The ends of the choices that were running."""
-        assert self.accepted is not None
-        prompt, cached = self.accepted.prompt_tokens, self.accepted.cached_tokens
-        return [
-            TurnEnded(EndReason.FAILED, prompt, cached, generated, message, choice)
-            for choice, generated in self._generated.items()
-        ]
-
-
-def _unavailable(message: str) -> TurnRefused:
-    return TurnRefused(RefusalCode.UNAVAILABLE, message, retry_after=_RETRY_AFTER_SECONDS)

@@ -44,6 +44,8 @@ def prepare_environment(address: str | None = None) -> None:
         # Ray lets its workers yield to every other process (niceness 15); a server is what this machine is
         # for.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # A replica that fails its health checks has no turn left to finish: its resources are wanted by the next one.
+        os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
         # Seconds that a node may take to start: on a machine that is busy, Ray's 30 are too few.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         # Ray's switch for "this machine only", whatever its name says: node address and listeners are

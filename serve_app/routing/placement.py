@@ -8,10 +8,10 @@ The rule:
     it to last; else the first by rank.
 2.  *Rank* is the rendezvous hash: replicas ordered by blake2b(key, replica id). It needs no state. A replica
     that joins takes only those keys for which it comes first; one that leaves gives up only its own.
-3.  The home is left for this turn when it does not accept turns or has refused this one (DETOUR), or when it
-    is overloaded (SPILL): its load exceeds that of the least loaded alternative by the absolute margin *and*
-    by the relative one. A conversation that is resident has a cache to lose, so its margins are wider than a
-    newcomer's.
+3.  The home is left for this turn when it does not accept turns, has refused this one or is silent (DETOUR),
+    or when it is overloaded (SPILL): its load exceeds that of the least loaded alternative by the absolute
+    margin *and* by the relative one. A conversation that is resident has a cache to lose, so its margins are
+    wider than a newcomer's.
 4.  A turn that leaves its home goes to the next in order: holders first, then by rank; with SPILL, one that
     is not overloaded itself.
 5.  A turn without a key goes to the least loaded replica; equal loads are ordered by the rendezvous hash of
@@ -45,7 +45,7 @@ class ReplicaView:
 
     load       turns there, running and waiting
     resident   it holds this turn's conversation
-    accepting  it takes new turns, and has not refused this one
+    accepting  it takes new turns, has not refused this one, and gives signs of life
     """
 
     replica_id: str

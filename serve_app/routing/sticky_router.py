@@ -9,7 +9,8 @@ What the router knows, by age:
   for one router and at most 10 s old for several;
 - its own table of where it sent each key last, bounded, oldest key forgotten first;
 - the replicas' reports (`record_routing_stats`): resident sessions, load, whether they accept turns. A report
-  is at most one period and a broadcast old.
+  is at most one period and a broadcast old;
+- which replicas gave no sign of life when turns of this process asked for one (`known_replicas`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.util.metrics import Counter
 
+from serve_app.routing.known_replicas import known_replicas
 from serve_app.routing.placement import Margins, ReplicaView, SpillPolicy, place
 
 AVOID = "avoid"
 """Keyword argument of a handle call: ids of replicas that have refused this turn already."""
+ONLY = "only"
+"""Keyword argument of a handle call: id of the one replica that is to answer. If it is not in the set, any does."""
 
 
 class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
@@ -34,6 +38,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         super().__init__(*args, **kwargs)
         self._table: OrderedDict[str, str] = OrderedDict()
         self._resident: dict[str, frozenset[str]] = {}
+        self._known = known_replicas(self._deployment_id.app_name, self._deployment_id.name)
         self._decisions = Counter(
             "moorage_routing_decisions",
             description="Turns by the reason for which their first choice of a replica was taken.",
@@ -70,6 +75,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             replica.replica_id.unique_id: frozenset(_report(replica).get("sessions", ())) for replica in replicas
         }
         self._forget(before - self._resident.keys())
+        self._known.set_running(self._resident)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -85,6 +91,9 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             return [candidate_replicas]
         first_try = not pending_request.routing_context.should_backoff
         pending_request.routing_context.should_backoff = True
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if (only := by_id.get(pending_request.kwargs.get(ONLY, ""))) is not None:
+            return [[only]]
         key = pending_request.metadata.session_id or None
         refused = frozenset(pending_request.kwargs.get(AVOID, ()))
         placement = place(
@@ -96,7 +105,6 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         )
         if first_try and placement.ranked:
             self._decisions.inc(tags={"reason": placement.reason.value})
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[by_id[replica]] for replica in placement.ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -116,7 +124,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             replica_id=name,
             load=int(report.get("load", 0)) if in_flight is None else in_flight,
             resident=key is not None and key in self._resident.get(name, ()),
-            accepting=bool(report.get("accepting", True)) and name not in refused,
+            accepting=bool(report.get("accepting", True)) and name not in refused | self._known.silent,
         )
 
     def _forget(self, gone: set[str]) -> None:

@@ -2,8 +2,8 @@
 seldom.
 
 The request id of a turn is its script: "slow" sends a token every 20 ms for ever, "silent" accepts and sends
-nothing, "queued" never gets as far as being accepted, "dying" kills the process after two tokens; any other
-gets what it asks for at once.
+nothing, "queued" never gets as far as being accepted, "poison" kills the process, "steady" is as "slow" and
+ends; any other gets what it asks for at once.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class ScriptedActor:
         try:
             if "queued" in script:
                 await asyncio.Event().wait()
-            yield TurnAccepted(self.replica, len(request.prompt_ids), 0)
+            yield TurnAccepted(self.replica, request.prompt_tokens, 0)
             if "silent" in script:
                 await asyncio.Event().wait()
-            sent = 0
+            sent = request.resumed_tokens or 0
             while "slow" in script or sent < (request.max_generated_tokens or 4):
-                if "slow" in script:
+                if "slow" in script or "steady" in script:
                     await asyncio.sleep(0.02)
                 yield TurnTokens((LETTERS[sent % 4],))
                 sent += 1
@@ -74,7 +74,7 @@ class ScriptedActor:
                 self.resident[session_key(request.owner, request.session_id)] = SessionInfo(
                     request.session_id, request.owner, self.replica, sent, sent, 1, False, 0.0
                 )
-            yield TurnEnded(EndReason.LENGTH, len(request.prompt_ids), 0, sent)
+            yield TurnEnded(EndReason.LENGTH, request.prompt_tokens, 0, sent)
         finally:
             self.open.remove(script)
 

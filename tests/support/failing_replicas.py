@@ -1,0 +1,156 @@
+"""Replicas behind a handle that all give one answer, until the script says that one dies, stops or falls silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from engine_actor.options import SamplingParams
+from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnRequest, TurnTokens
+from serve_app.handle_client import HandleEngineClient
+from serve_app.routing.known_replicas import KnownReplicas, known_replicas
+from serve_app.routing.sticky_router import AVOID, ONLY
+
+ANSWER = (31, 32, 33, 34, 35)
+PROMPT = (1, 2, 3)
+DIES, SILENT, STOPS, ENDS = "dies", "silent", "stops", "ends early"
+
+
+def request(**fields: Any) -> TurnRequest:
+    return TurnRequest("r", "public", None, PROMPT, SamplingParams(), **fields)
+
+
+@dataclass
+class Script:
+    """One call: how many items it gives, and what comes then. `instead`: a refusal, or other items."""
+
+    items: int = 100
+    then: str | None = None
+    instead: Sequence[Any] | None = None
+
+
+def items_of(replica: str, asked: TurnRequest, cached: int = 2) -> list[Any]:
+    """What a replica says to a turn: its id, then one token a delta."""
+    done = asked.resumed_tokens or 0
+    rest = ANSWER[done:]
+    if asked.max_generated_tokens:
+        rest = ANSWER[done : asked.max_generated_tokens]
+    prompt = asked.prompt_tokens
+    reason = EndReason.STOP if done + len(rest) == len(ANSWER) else EndReason.LENGTH
+    ended = TurnEnded(reason, prompt, cached, done + len(rest))
+    return [replica, TurnAccepted(replica, prompt, cached), *(TurnTokens((token,)) for token in rest), ended]
+
+
+class Call:
+    def __init__(self, items: Sequence[Any], then: str | None) -> None:
+        self._items = iter(items)
+        self._then = then
+        self.cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        for item in self._items:
+            return item
+        if self._then == DIES:
+            raise RayActorError
+        if self._then == SILENT:
+            await asyncio.Event().wait()
+        if self._then == STOPS:
+            self._then = None
+            return TurnEnded(EndReason.FAILED, 3, 0, 0, "the engine stopped", resumable=True)
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Sign:
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
+        self.cancelled = False
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        answer = self._answer()
+        if answer is None:
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Replicas:
+    """A handle. Call number i is taken by replica `a`, `b`, ... and follows script i; calls without one succeed."""
+
+    app_name, deployment_name = "app", "engines"
+
+    def __init__(self, *scripts: Script, works: dict[str, Any] | None = None, **answers: list[Any]) -> None:
+        self._scripts = list(scripts)
+        self._method = ""
+        self._answers = answers
+        self.works = works if works is not None else {}
+        self.requests: list[TurnRequest] = []
+        self.avoided: list[tuple[str, ...]] = []
+        self.calls: list[Call] = []
+        self.signs: list[str] = []
+        self.asked: list[tuple[Any, ...]] = []
+        known_replicas(self.app_name, self.deployment_name).set_running([])
+
+    @property
+    def known(self) -> KnownReplicas:
+        return known_replicas(self.app_name, self.deployment_name)
+
+    def options(self, method_name: str | None = None, **_: Any) -> Replicas:
+        if method_name is None:
+            return self
+        view = object.__new__(Replicas)
+        view.__dict__ = {**self.__dict__, "_method": method_name}
+        return view
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        if self._method == "sign_of_life":
+            replica = kwargs[ONLY]
+            self.signs.append(replica)
+            return Sign(lambda: self.works.get(replica, (replica, True)))
+        number = len(self.calls)
+        script = self._scripts[number] if number < len(self._scripts) else Script()
+        replica = chr(ord("a") + number)
+        self.requests.append(args[0])
+        self.avoided.append(kwargs[AVOID])
+        items = script.instead if script.instead is not None else items_of(replica, args[0], cached=2 + number)
+        if isinstance(items[0], TurnRefused):
+            items = [replica, *items]
+        self.calls.append(Call(items[: script.items], script.then))
+        return self.calls[-1]
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        self.asked.append((method, *args))
+        return Broadcast(self._answers[method])
+
+
+class Broadcast:
+    def __init__(self, answers: list[Any]) -> None:
+        self._answers = answers
+
+    async def results_async(self, **_: Any) -> list[Any]:
+        return self._answers
+
+
+def client_of(replicas: Replicas, placement_timeout: float = 5.0) -> HandleEngineClient:
+    return HandleEngineClient(replicas, placement_timeout=placement_timeout)  # type: ignore[arg-type]
+
+
+async def told(replicas: Replicas, asked: TurnRequest | None = None, placement_timeout: float = 5.0) -> list[TurnDelta]:
+    client = client_of(replicas, placement_timeout)
+    return [delta async for delta in client.stream_turn(asked or request(), routing_key="k")]

@@ -1,0 +1,245 @@
+"""A turn whose replicas are lost: its caller sees one stream, as if nothing had happened, or one end."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine_actor.turns import (
+    EndReason,
+    HistorySpan,
+    RefusalCode,
+    TurnAccepted,
+    TurnEnded,
+    TurnRefused,
+    TurnTokens,
+)
+from serve_app.failover import turn as turn_module
+from serve_app.failover import watch as watch_module
+from serve_app.failover.turn import LOSSES, REFUSALS
+from tests.support.failing_replicas import (
+    ANSWER,
+    DIES,
+    ENDS,
+    PROMPT,
+    SILENT,
+    STOPS,
+    Replicas,
+    Script,
+    items_of,
+    request,
+    told,
+)
+
+ITEMS = len(items_of("a", request()))  # id, accepted, five tokens, end
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SILENCE_SECONDS", "ANSWER_SECONDS", "_LOOK_SECONDS"):
+        monkeypatch.setattr(watch_module, name, 0.01)
+    for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(turn_module, name, 0.001)
+
+
+async def undisturbed(**fields: Any) -> list[Any]:
+    return await told(Replicas(), request(**fields))
+
+
+@pytest.mark.parametrize(
+    ("items", "then"),
+    [(i, then) for i in range(ITEMS) for then in (DIES, SILENT, STOPS, ENDS) if i >= 2 or then != STOPS],
+)
+async def test_a_loss_at_any_place_of_the_stream_is_not_seen(items: int, then: str) -> None:
+    replicas = Replicas(Script(items, then), works={"a": None})
+    replicas.known.set_running(["a", "b"])
+    found = await told(replicas)
+    accepted_first = items >= 2
+    expected = await undisturbed()
+    if not accepted_first:  # then the second replica's acceptance is the one
+        expected = items_of("b", request(), cached=3)[1:]
+    assert found == expected
+    delivered = ANSWER[: max(0, items - 2)]
+    again = replicas.requests[1]
+    assert again.prompt_ids == PROMPT + delivered
+    assert again.resumed_tokens == (len(delivered) if accepted_first else None)
+    assert replicas.avoided[1] == (("a",) if items else ())
+    assert replicas.calls[0].cancelled is (then in (DIES, SILENT, STOPS))
+
+
+async def test_the_counts_are_those_of_the_first_acceptance_over_two_losses() -> None:
+    replicas = Replicas(Script(4, DIES), Script(3, DIES))
+    found = await told(replicas)
+    assert found == await undisturbed()
+    assert found[-1] == TurnEnded(EndReason.STOP, 3, 2, 5)
+    assert [r.prompt_ids for r in replicas.requests] == [PROMPT, PROMPT + ANSWER[:2], PROMPT + ANSWER[:3]]
+    assert replicas.avoided == [(), ("a",), ("b",)]
+
+
+@pytest.mark.parametrize("then", [DIES, SILENT, ENDS])
+async def test_what_happens_after_the_end_is_no_loss(then: str) -> None:
+    replicas = Replicas(Script(then=then), works={"a": None})
+    assert await told(replicas) == await undisturbed()
+    assert len(replicas.calls) == 1
+
+
+async def test_what_the_turn_asked_for_travels_along() -> None:
+    asked = request(max_generated_tokens=4, min_generated_tokens=3, logprobs=2, stop_token_ids=frozenset({9}))
+    asked = replace(asked, sampling=replace(asked.sampling, temperature=0.7, seed=5, presence_penalty=1.0))
+    replicas = Replicas(Script(4, DIES))
+    found = await told(replicas, asked)
+    assert replicas.requests[1] == replace(asked, prompt_ids=PROMPT + ANSWER[:2], resumed_tokens=2)
+    assert found[-1] == TurnEnded(EndReason.LENGTH, 3, 2, 4)
+
+
+async def test_a_turn_that_has_all_its_tokens_ends_without_another_replica() -> None:
+    replicas = Replicas(Script(5, DIES))
+    found = await told(replicas, request(max_generated_tokens=3))
+    assert len(replicas.calls) == 1
+    assert found[-1] == TurnEnded(EndReason.LENGTH, 3, 2, 3)
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(8, EndReason.LENGTH), (6, EndReason.FAILED)])
+async def test_a_sequence_that_is_as_long_as_it_can_be_has_ended(limit: int, reason: EndReason) -> None:
+    """Refused for its length alone; a replica that holds less than the first one did cannot go on with it."""
+    refused = TurnRefused(RefusalCode.CONTEXT_LENGTH, "too long", 8, limit)
+    replicas = Replicas(Script(7, DIES), *[Script(instead=[refused])] * 300)
+    found = await told(replicas, placement_timeout=0.05)
+    assert found[-1] == TurnEnded(reason, 3, 2, 5, found[-1].message)
+
+
+async def test_history_that_a_replica_replaced_stays_replaced() -> None:
+    digest = hashlib.sha256(b"x").digest()
+    asked = request(spans=(HistorySpan(1, 2, digest),))
+    accepted = TurnAccepted("a", 4, 1, own_tokens=((0, (77, 78)),))
+    replicas = Replicas(Script(then=DIES, instead=["a", accepted, TurnTokens((31,))]))
+    found = await told(replicas, asked)
+    again = replicas.requests[1]
+    assert again.prompt_ids == (1, 77, 78, 3, 31)
+    assert again.spans == (HistorySpan(1, 3, digest),)
+    assert again.resumed_tokens == 1
+    assert found[-1] == TurnEnded(EndReason.STOP, 4, 1, 5)
+
+
+async def test_a_turn_that_failed_by_itself_is_not_tried_again() -> None:
+    ended = TurnEnded(EndReason.FAILED, 3, 2, 0, "no finite number")
+    replicas = Replicas(Script(instead=["a", TurnAccepted("a", 3, 2), ended]))
+    assert await told(replicas) == [TurnAccepted("a", 3, 2), ended]
+    assert len(replicas.calls) == 1
+
+
+@pytest.mark.parametrize("items", [1, 4])
+async def test_a_turn_that_loses_two_replicas_at_one_token_is_given_up(items: int) -> None:
+    replicas = Replicas(Script(items, DIES), Script(2 if items > 1 else 1, DIES))
+    *_, last = await told(replicas)
+    assert len(replicas.calls) == 2
+    if items == 1:
+        assert isinstance(last, TurnRefused) and last.code is RefusalCode.UNAVAILABLE and last.retry_after
+    else:
+        assert isinstance(last, TurnEnded) and last.reason is EndReason.FAILED
+        assert (last.prompt_tokens, last.cached_tokens, last.generated_tokens) == (3, 2, 2)
+
+
+async def test_a_turn_that_loses_a_replica_at_every_token_is_given_up_after_five() -> None:
+    replicas = Replicas(*[Script(3, DIES)] * 9)
+    many = await told(replicas)
+    assert len(replicas.calls) == LOSSES
+    assert isinstance(many[-1], TurnEnded) and many[-1].reason is EndReason.FAILED
+    assert many[-1].generated_tokens == LOSSES
+
+
+async def test_replicas_that_die_before_they_hear_of_a_turn_are_not_its_fault_but_bounded() -> None:
+    survives = Replicas(*[Script(0, DIES)] * (LOSSES - 1))
+    assert (await told(survives))[-1] == TurnEnded(EndReason.STOP, 3, 2 + LOSSES - 1, 5)
+    [refused] = await told(Replicas(*[Script(0, DIES)] * 20))
+    assert isinstance(refused, TurnRefused) and refused.code is RefusalCode.UNAVAILABLE
+
+
+async def test_several_choices_are_not_resumed() -> None:
+    items = [
+        "a",
+        TurnAccepted("a", 3, 2),
+        TurnTokens((1,), 0),
+        TurnTokens((2, 3), 2),
+        TurnEnded(EndReason.STOP, 3, 2, 1),
+    ]
+    replicas = Replicas(Script(then=DIES, instead=items))
+    found = await told(replicas, request(choices=3))
+    lost = "the replica was lost in the middle of the answer"
+    assert found[: len(items) - 1] == items[1:]
+    assert found[len(items) - 1 :] == [
+        TurnEnded(EndReason.FAILED, 3, 2, 0, lost, 1),
+        TurnEnded(EndReason.FAILED, 3, 2, 2, lost, 2),
+    ]
+
+
+@pytest.mark.parametrize("then", [None, DIES])
+async def test_a_turn_is_complete_when_its_last_choice_is(then: str | None) -> None:
+    said = [
+        TurnAccepted("a", 3, 2),
+        TurnTokens((1,), 0),
+        TurnEnded(EndReason.STOP, 3, 2, 1),
+        TurnTokens((2,), 1),
+        TurnEnded(EndReason.STOP, 3, 2, 1, choice=1),
+    ]
+    assert await told(Replicas(Script(then=then, instead=["a", *said])), request(choices=2)) == said
+
+
+@pytest.mark.parametrize("code", [RefusalCode.QUEUE_FULL, RefusalCode.UNAVAILABLE])
+async def test_a_refusal_is_tried_elsewhere_a_bounded_number_of_times(code: RefusalCode) -> None:
+    refused = TurnRefused(code, "not now", retry_after=1.0)
+    replicas = Replicas(Script(instead=[refused]))
+    assert (await told(replicas))[-1] == TurnEnded(EndReason.STOP, 3, 3, 5)
+    assert replicas.avoided == [(), ("a",)]
+    replicas = Replicas(*[Script(instead=[refused])] * 9)
+    assert await told(replicas) == [refused]
+    assert len(replicas.calls) == REFUSALS
+
+
+@pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.CONTEXT_LENGTH, RefusalCode.SESSION_BUSY])
+async def test_a_refusal_that_holds_everywhere_is_the_answer(code: RefusalCode) -> None:
+    refused = TurnRefused(code, "no")
+    replicas = Replicas(Script(instead=[refused]))
+    assert await told(replicas) == [refused]
+    assert len(replicas.calls) == 1
+
+
+async def test_an_accepted_turn_waits_for_a_replica_that_takes_it() -> None:
+    refused = TurnRefused(RefusalCode.UNAVAILABLE, "stopping", retry_after=1.0)
+    replicas = Replicas(Script(4, DIES), *[Script(instead=[refused])] * 20)
+    assert await told(replicas) == await undisturbed()
+    assert len(replicas.calls) == 22
+
+
+async def test_an_accepted_turn_fails_when_nobody_takes_it_in_time() -> None:
+    refused = TurnRefused(RefusalCode.UNAVAILABLE, "stopping", retry_after=1.0)
+    found = await told(Replicas(Script(4, DIES), *[Script(instead=[refused])] * 500), placement_timeout=0.05)
+    assert isinstance(found[-1], TurnEnded) and found[-1].reason is EndReason.FAILED
+    found = await told(Replicas(Script(4, DIES), Script(0, SILENT)), placement_timeout=0.05)
+    assert isinstance(found[-1], TurnEnded) and "no replica is running" in found[-1].message
+
+
+async def test_a_new_turn_is_refused_when_nobody_takes_it_in_time() -> None:
+    replicas = Replicas(Script(0, SILENT))
+    [refused] = await told(replicas, placement_timeout=0.05)
+    assert isinstance(refused, TurnRefused) and refused.code is RefusalCode.UNAVAILABLE and refused.retry_after
+    assert replicas.calls[0].cancelled
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, str]] = []
+
+    def count(self, *, resumed: bool, why: str) -> None:
+        self.seen.append((resumed, why))
+
+
+async def test_resumes_and_retries_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted()
+    monkeypatch.setattr("serve_app.handle_client.FailoverCounters", lambda: counted)
+    refused = TurnRefused(RefusalCode.QUEUE_FULL, "full")
+    await told(Replicas(Script(instead=[refused]), Script(1, DIES), Script(3, STOPS), Script(3, DIES)))
+    assert counted.seen == [(False, "refused"), (False, "died"), (True, "stopped"), (True, "died")]
