@@ -19,10 +19,6 @@ QUESTIONS = (
     "Which of the two is larger?",
     "Name a river there.",
     "How long is it?",
-    "Name a dish from there.",
-    "What is in it?",
-    "Who painted the Mona Lisa?",
-    "When?",
     "Say goodbye.",
 )
 SUBJECTS = ("a cat", "the sea", "bread", "rain", "a train", "winter", "tea", "a tree")
@@ -86,8 +82,8 @@ async def totals(engines: DeploymentHandle) -> list[dict[str, Any]]:
     return answers
 
 
-async def test_ten_turns_stay_on_one_replica_and_reuse_their_history(http: httpx.AsyncClient) -> None:
-    with_session = await converse(http, QUESTIONS, "ten-turns")
+async def test_turns_stay_on_one_replica_and_reuse_their_history(http: httpx.AsyncClient) -> None:
+    with_session = await converse(http, QUESTIONS, "some-turns")
     assert len({answer.replica for answer in with_session}) == 1
     for before, answer in pairwise(with_session):
         # The history of a turn is the whole sequence of the one before: its prompt and its answer.

@@ -92,6 +92,9 @@ async def test_three_choices_differ_and_a_seed_repeats_them_everywhere(http: htt
             break
     else:
         raise AssertionError("one replica took all turns")
+    others = (whole(http, CHAT, said(f"Tell me about the number {i}.", max_tokens=12)) for i in range(10))
+    crowded, *_ = await asyncio.gather(whole(http, CHAT, body), *others)
+    assert crowded[0] == first
     assert (await whole(http, CHAT, body | {"n": 1}))[0] == first[:1]
     assert (await whole(http, CHAT, body | {"seed": 6}))[0] != first
 

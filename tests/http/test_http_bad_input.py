@@ -59,7 +59,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
       ("x", 5, True, {}, ["5"], [True], [1.0], [None], [[5]], [-1], [49152], [2**63], [HUGE], [NAN], [5] * 257)],
     *[({"logprobs": v}, "logprobs") for v in (1, 0, "true", [], 5.0)],
     *[({"logprobs": True, "top_logprobs": v}, "top_logprobs") for v in
-      (-1, 21, 10**9, HUGE, "5", True, 5.0, NAN, [], {})],
+      (-1, 21, 10**9, 1e9, HUGE, "5", True, 5.0, NAN, [], {})],
     ({"top_logprobs": 5}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
     *[({"ignore_eos": v}, "ignore_eos") for v in ("true", 1, [])],
     *[({"user": v}, "user") for v in (5, True, [], {}, "x" * 4097, "\ud800")],

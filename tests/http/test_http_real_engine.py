@@ -139,8 +139,8 @@ async def test_every_length_is_answered_or_refused_as_it_should_be(
         await door.assert_nothing_is_left()
 
 
-TURNS, ANSWER = 20, 6
-QUESTIONS = [f"Part {turn}: {PROSE[turn * 97 : turn * 97 + 200]} What does it say?" for turn in range(TURNS)]
+TURNS, ANSWER = 20, 4
+QUESTIONS = [f"Part {turn}: {PROSE[turn * 97 : turn * 97 + 150]} What does it say?" for turn in range(TURNS)]
 
 
 @dataclass
