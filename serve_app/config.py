@@ -135,6 +135,12 @@ class AppArgs(BaseModel):
         None, ge=1, description="Longest answer where a request sets no limit. Default: what the context leaves."
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
+    max_session_id_length: int = Field(256, ge=1, le=4096, description="Longest name of a session, in characters.")
+    max_messages: int = Field(4096, ge=1, description="Most messages in a conversation.")
+    max_stop_strings: int = Field(16, ge=1, description="Most stop strings of a request.")
+    max_stop_length: int = Field(512, ge=1, description="Longest stop string, in characters.")
+    max_stop_token_ids: int = Field(256, ge=1, description="Most stop tokens of a request.")
+    max_logit_biases: int = Field(1024, ge=1, description="Most entries of logit_bias.")
     max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
     max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
     max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
@@ -269,6 +275,12 @@ class AppArgs(BaseModel):
             api_keys=tuple(key.get_secret_value() for key in keys),
             session_header=self.session_header,
             max_body_bytes=self.max_body_bytes,
+            max_session_id_length=self.max_session_id_length,
+            max_messages=self.max_messages,
+            max_stop_strings=self.max_stop_strings,
+            max_stop_length=self.max_stop_length,
+            max_stop_token_ids=self.max_stop_token_ids,
+            max_logit_biases=self.max_logit_biases,
             max_choices=self.max_choices,
             max_prompts=self.max_prompts,
             max_top_logprobs=self.max_top_logprobs,

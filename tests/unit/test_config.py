@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.config import AppArgs, describe_errors, parse_memory
+from serve_app.ingress.settings import IngressSettings, SamplingDefaults
 
 
 @pytest.mark.parametrize(
@@ -110,3 +111,12 @@ def test_the_served_name_is_the_known_name_or_that_of_the_file(tmp_path: Path) -
 def test_the_guide_describes_every_field() -> None:
     guide = (Path(__file__).parents[2] / "serve_app" / "README.md").read_text("utf-8")
     assert [name for name in AppArgs.model_fields if f"| `{name}` |" not in guide] == []
+
+
+def test_every_limit_of_the_front_door_is_the_operators() -> None:
+    limits = [name for name in IngressSettings.model_fields if name.startswith("max_")]
+    settings = AppArgs(model="m").ingress_settings((), sampling=SamplingDefaults())
+    assert {n: getattr(settings, n) for n in limits} == {n: IngressSettings.model_fields[n].default for n in limits}
+    chosen = {name: 1024 - i for i, name in enumerate(limits)} | {"max_body_bytes": 2048}
+    settings = AppArgs.model_validate({"model": "m", **chosen}).ingress_settings((), sampling=SamplingDefaults())
+    assert {name: getattr(settings, name) for name in limits} == chosen
