@@ -49,6 +49,22 @@ def test_pr02_the_victim_costs_least_to_recompute_and_is_never_the_oldest() -> N
     assert victim_of(record(1, 9)) is None and victim_of() is None
 
 
+@pytest.mark.parity("F364")
+def test_pr06_who_was_preempted_before_comes_last_and_nobody_is_preempted_in_vain() -> None:
+    """The candidates of PR-06 in blocks of 4: a, b, and c that was preempted once; d, which has had no step, owns
+    nothing and is none. Ours goes by the cost of recomputing and spares the oldest; so it is b as well."""
+    a, b, c = record(1, 4), record(2, 16), record(3, 8, preemptions=1)
+    assert victim_of(a, b, c, most=1) == 2
+    assert victim_of(a, b, c, most=2) == 3  # c is cheaper, if it may be preempted again
+    # A need of 20 blocks, which no victim could meet, preempts nobody.
+    room = Room(num_blocks=19, max_length=128, **FIFO)
+    running = [room.resident([7] * 4), room.resident([8] * 16), room.resident([9] * 30)]
+    huge = room.add([5] * 77)  # 20 blocks
+    room.step()
+    assert room.engine.metrics.preemptions == 0 and huge.finish_reason is FinishReason.FAILED
+    assert all(request.status is RequestStatus.ACTIVE for request in running)
+
+
 @pytest.mark.parity("F342", "F365")
 def test_pr03_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if_undisturbed() -> None:
     room = Room(num_blocks=6, **FIFO)
