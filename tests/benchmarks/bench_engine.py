@@ -37,7 +37,7 @@ def decode(
     engine: Engine, vocab: int, rows: int, context: int, new: int, sampling: SamplingParams
 ) -> tuple[float, float]:
     """(tokens/s, share of a step outside the decoder) of steps in which all rows decode."""
-    rng = random.Random(rows)
+    rng = random.Random(f"{rows} {sampling}")  # no two runs share a prefix
     requests = [engine.create_request() for _ in range(rows)]
     options = TurnOptions(new + 2, sampling, ignore_eos=True)
     for request in requests:
@@ -83,6 +83,27 @@ def continuation(engine: Engine, vocab: int, history: int, new: int) -> tuple[fl
     return times[0], times[1]
 
 
+def shared_prompt(engine: Engine, vocab: int, shared: int, own: int) -> tuple[float, float]:
+    """TTFT of the first and of the second session whose prompts begin with the same `shared` tokens and go on with
+    `own` different ones: medians of three pairs."""
+    rng = random.Random(shared)
+    pairs = []
+    for _ in range(3):
+        system = [rng.randrange(100, vocab) for _ in range(shared)]
+        times = []
+        for _ in range(2):
+            request = engine.create_request()
+            started = time.perf_counter()
+            rest = [rng.randrange(100, vocab) for _ in range(own)]
+            request.begin_turn(system + rest, TurnOptions(1, ignore_eos=True))
+            finish_prefill(engine, 1)
+            times.append(time.perf_counter() - started)
+            request.close()
+        pairs.append(times)
+    first, second = zip(*pairs, strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a known name, a Hugging Face folder or a GGUF file")
@@ -96,7 +117,7 @@ def main() -> None:
     decoder = TorchDecoder.load(resolve_model(args.model), dtype=args.dtype)
     loaded = time.perf_counter() - started
     blocks = 34 * blocks_for(args.context + args.new + 4, 16) + 160
-    engine = Engine(decoder, EngineConfig(blocks, prefix_reuse=False, max_batch_size=32))
+    engine = Engine(decoder, EngineConfig(blocks, max_batch_size=32))
     vocab = decoder.manifest.vocab_size
     print(f"{args.model}, {args.dtype}, {args.threads} threads, context {args.context}; loaded in {loaded:.1f} s")
     print(f"{'':24}{'tokens/s':>10}{'outside decoder':>18}")
@@ -114,6 +135,11 @@ def main() -> None:
     print(
         f"64 new tokens after 1000: TTFT {resident * 1e3:.0f} ms; alone: {alone * 1e3:.0f} ms; "
         f"ratio {resident / alone:.2f}"
+    )
+    first, second = shared_prompt(engine, vocab, 500, 20)
+    print(
+        f"500 shared tokens + 20 own: TTFT of the first session {first * 1e3:.0f} ms, of the second "
+        f"{second * 1e3:.0f} ms; ratio {second / first:.2f}"
     )
 
 
