@@ -118,7 +118,8 @@ class Lifecycle:
         record.cached_tokens = record.processed
         record.prompt_boundary = length = record.history.length
         limit = options.max_generated_tokens
-        record.end_length = min(record.max_total, length + limit) if limit else record.max_total
+        begin = length - options.resumed_tokens  # of the answer
+        record.end_length = min(record.max_total, begin + limit) if limit else record.max_total
         eos = frozenset() if options.ignore_eos else self.eos_token_ids
         record.end_tokens = eos | options.stop_token_ids
         record.plain = not (options.min_generated_tokens or options.sampling.reshapes)
