@@ -27,6 +27,8 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
 from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from serve_app.channel.call import TurnPlaced
+from serve_app.channel.outbox import Batch, Outboxes
 from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
 from serve_app.handle_client import HandleEngineClient
@@ -62,6 +64,7 @@ class EngineDeployment:
             from engine_actor.actor import EngineActor
 
         self._replica: str = serve.get_replica_context().replica_id.unique_id
+        self._outboxes = Outboxes()
         with watch.step("fetch model"):
             path = await asyncio.to_thread(resolve_model, options.model)
         with watch.step("load tokenizer"):
@@ -80,13 +83,26 @@ class EngineDeployment:
         self._reporting = asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run())
 
     async def stream_turn(
-        self, request: TurnRequest, avoid: tuple[str, ...] = ()
-    ) -> AsyncGenerator[str | TurnDelta, None]:
-        """This replica's id, then the deltas of the turn. `avoid` is for the router alone."""
-        yield self._replica
-        async with aclosing(self._measured_turn(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = ()
+    ) -> AsyncGenerator[TurnPlaced | TurnDelta, None]:
+        """Where the turn is, then its deltas; or nothing more, where they go to the channel of `reader` as those of its
+        turn `number`. `avoid` is for the router alone."""
+        with self._outboxes.turn(reader, number) as outbox:
+            yield TurnPlaced(self._replica, channelled=outbox is not None)
+            async with aclosing(self._measured_turn(request)) as deltas:
+                if outbox is not None:
+                    await outbox.carry(deltas)
+                else:
+                    async for delta in deltas:
+                        yield delta
+
+    async def channel(self, reader: str, only: str) -> AsyncGenerator[Batch, None]:
+        """The deltas of all turns of a reader that come while it is open. `only`: the replica that was meant; another
+        one gives nothing, since turns there have a channel of their own."""
+        if only == self._replica:
+            async with aclosing(self._outboxes.read(reader)) as batches:
+                async for batch in batches:
+                    yield batch
 
     async def _measured_turn(self, request: TurnRequest) -> AsyncGenerator[TurnDelta, None]:
         """Every turn comes to the engine this way, by whichever path it came to the replica."""

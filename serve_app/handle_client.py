@@ -2,7 +2,7 @@
 
 A stream from a replica starts with the replica's id, before the turn reaches its engine. So this side knows
 that the call has been placed (until then a missing replica is waited for, but not forever) and whom not to
-ask again. What happens when a replica is lost is in `failover`.
+ask again. What happens when a replica is lost is in `failover`, how deltas travel is in `channel`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from serve_app.channel.call import ChannelCaller
 from serve_app.failover.counters import FailoverCounters
 from serve_app.failover.turn import FailoverTurn
 from serve_app.failover.watch import ReplicaWatch
@@ -34,6 +35,7 @@ class HandleEngineClient:
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
+        self._caller = ChannelCaller(handle, ONLY)
         self._watch = ReplicaWatch(self._sign_of_life, known_replicas(handle.app_name, handle.deployment_name))
         self._counters = FailoverCounters()
         self._placement_timeout = placement_timeout
@@ -42,7 +44,7 @@ class HandleEngineClient:
     async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         """See the protocol, and `failover.turn` for what happens when a replica is lost."""
         handle = self._turns.options(session_id=routing_key) if routing_key else self._turns
-        turn = FailoverTurn(handle, request, self._watch, self._counters, self._placement_timeout)
+        turn = FailoverTurn(self._caller, handle, request, self._watch, self._counters, self._placement_timeout)
         async with aclosing(turn.deltas()) as deltas:
             async for delta in deltas:
                 yield delta

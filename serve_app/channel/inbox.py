@@ -4,8 +4,8 @@
                                      +--> inbox of turn 9
     channel of replica 2 ==> batch -----> inbox of turn 8
 
-A turn's inbox is there before its call is sent, since its first deltas may come by a channel that is open already.
-Where a channel breaks, all turns of its replica are told: what was in it is lost.
+A turn's inbox is there before its call is sent, since its first deltas come by a channel that is open already. Where a
+channel breaks, all turns of its replica are told: what was in it is lost.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 
 from engine_actor.mailbox import Mailbox
 from engine_actor.turns import TurnDelta
 from serve_app.channel.outbox import Batch
 
 OpenChannel = Callable[[str, str], AsyncIterator[Batch]]
-"""Opens the channel of a reader at a replica, both by id."""
+"""Opens the channel of a reader (the first) at a replica, both by id."""
+
+
+class ChannelLost(Exception):
+    """The channel of a turn has ended before it."""
 
 
 class Inbox:
@@ -56,36 +59,43 @@ class Inboxes:
         self._open_channel = open_channel
         self._numbers = itertools.count()
         self._inboxes: dict[int, Inbox] = {}
-        self._turns: dict[str, set[int]] = {}  # by replica
-        self._channels: dict[str, asyncio.Task[None]] = {}
+        self._channels: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._turns: dict[str, set[int]] = {}
 
-    @contextmanager
-    def inbox(self) -> Iterator[Inbox]:
-        """For the time of one call."""
+    def open(self) -> Inbox:
+        """For the time of one call; `close` it."""
         inbox = Inbox(next(self._numbers))
         self._inboxes[inbox.number] = inbox
-        try:
-            yield inbox
-        finally:
-            del self._inboxes[inbox.number]
-            for replica in [replica for replica, turns in self._turns.items() if inbox.number in turns]:
-                self._turns[replica].discard(inbox.number)
+        return inbox
 
     def expect_from(self, replica: str, inbox: Inbox) -> None:
-        """The turn of this inbox has reached a replica, whose channel is opened if it is not."""
-        self._turns.setdefault(replica, set()).add(inbox.number)
+        """The turn of this inbox comes by the channel of this replica, which is open there."""
+        if replica in self._channels:
+            self._turns[replica].add(inbox.number)
+        else:  # it broke in this moment
+            inbox.fail(ChannelLost(replica))
+
+    def close(self, inbox: Inbox) -> None:
+        self._inboxes.pop(inbox.number, None)
+        for turns in self._turns.values():
+            turns.discard(inbox.number)
+
+    def ensure_channel(self, replica: str) -> None:
+        """Opens a channel, which turns that come to this replica later will use."""
         if replica not in self._channels:
+            self._turns[replica] = set()
             self._channels[replica] = asyncio.create_task(self._read(replica))
 
     async def _read(self, replica: str) -> None:
+        lost: BaseException = ChannelLost(replica)
         try:
-            while self._turns[replica]:  # a channel that was about to end when a turn came is followed by another
-                async for batch in self._open_channel(replica, self.reader):
-                    for number, delta in batch:
-                        if number in self._inboxes:  # else its turn was left
-                            self._inboxes[number].put(delta)
+            async for batch in self._open_channel(replica, self.reader):
+                for number, delta in batch:
+                    if number in self._inboxes:  # else its turn was left
+                        self._inboxes[number].put(delta)
         except Exception as error:
-            for number in self._turns[replica]:
-                self._inboxes[number].fail(error)
+            lost = error
         finally:
-            del self._turns[replica], self._channels[replica]
+            del self._channels[replica]
+            for number in self._turns.pop(replica):
+                self._inboxes[number].fail(lost)

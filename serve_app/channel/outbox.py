@@ -12,7 +12,8 @@ Here all that a step has for one reader, a process with a front door, is one ite
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 
 from engine_actor.turns import TurnDelta
 
@@ -20,7 +21,7 @@ Batch = list[tuple[int, TurnDelta | None]]
 """Deltas in the order in which they came, each with the number of its turn; None ends a turn."""
 
 # A channel without turns ends by itself: an open call would keep the replica from stopping.
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 60.0
 
 
 class Outboxes:
@@ -29,24 +30,24 @@ class Outboxes:
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
 
-    async def carry(self, reader: str, number: int, deltas: AsyncIterator[TurnDelta]) -> None:
-        """Puts the deltas of one turn into the reader's channel, and returns when it has taken them all. A turn that is
+    @contextmanager
+    def turn(self, reader: str, number: int) -> Iterator[_TurnOutbox | None]:
+        """For the time of one turn: where its deltas go, or None where the reader has no channel here. A turn that is
         cancelled leaves nothing behind."""
-        outbox = self._outboxes.setdefault(reader, _Outbox())
+        outbox = self._outboxes.get(reader)
+        if outbox is None or not outbox.readers:
+            yield None
+            return
         outbox.turns.add(number)
         try:
-            async for delta in deltas:
-                outbox.put(number, delta)
-            outbox.put(number, None)
-            await outbox.taken(number)
+            yield _TurnOutbox(outbox, number)
         finally:
             outbox.turns.discard(number)
             outbox.drop(number)
             self._forget_if_done(reader, outbox)
 
     async def read(self, reader: str) -> AsyncGenerator[Batch, None]:
-        """The channel of a reader. It ends when no turn of his has been open for a while; with the next one he opens
-        another."""
+        """The channel of a reader. It ends when no turn of his has been open for a while."""
         outbox = self._outboxes.setdefault(reader, _Outbox())
         outbox.readers += 1
         try:
@@ -66,6 +67,21 @@ class Outboxes:
     def __len__(self) -> int:
         """Readers with turns or a channel here."""
         return len(self._outboxes)
+
+
+class _TurnOutbox:
+    """The place of one turn in an outbox."""
+
+    def __init__(self, outbox: _Outbox, number: int) -> None:
+        self._outbox = outbox
+        self._number = number
+
+    async def carry(self, deltas: AsyncIterator[TurnDelta]) -> None:
+        """Puts all deltas into the channel, and returns when it has taken them."""
+        async for delta in deltas:
+            self._outbox.put(self._number, delta)
+        self._outbox.put(self._number, None)
+        await self._outbox.taken(self._number)
 
 
 class _Outbox:

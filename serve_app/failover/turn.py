@@ -15,12 +15,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 
 from engine_actor.turns import RefusalCode, TurnDelta, TurnEnded, TurnRefused, TurnRequest
+from serve_app.channel.call import ChannelCaller
+from serve_app.channel.inbox import ChannelLost
 from serve_app.failover.counters import FailoverCounters
 from serve_app.failover.progress import Progress
 from serve_app.failover.watch import ReplicaSilent, ReplicaWatch
@@ -35,7 +37,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.5  # lets the router lear
 _AT_ONCE_SECONDS = 1.0  # a refusal that comes later is that of a replica which had let the turn wait
 _RETRY_AFTER_SECONDS = 1.0
 _ELSEWHERE = frozenset({RefusalCode.QUEUE_FULL, RefusalCode.UNAVAILABLE})
-_DIED = (RayActorError, BackPressureError, DeploymentUnavailableError)
+_DIED = (RayActorError, BackPressureError, DeploymentUnavailableError, ChannelLost)
 
 
 class _Refused(Exception):
@@ -53,7 +55,8 @@ class _Lost(Exception):
 class FailoverTurn:
     def __init__(
         self,
-        handle: Any,
+        caller: ChannelCaller,
+        handle: DeploymentHandle,
         request: TurnRequest,
         watch: ReplicaWatch,
         counters: FailoverCounters,
@@ -61,6 +64,7 @@ class FailoverTurn:
     ) -> None:
         """`handle`: of `stream_turn`, with the routing key. `placement_timeout`: seconds until a replica must have
         taken the turn, from its start and from every loss."""
+        self._caller = caller
         self._handle = handle
         self._id = request.request_id
         self._progress = Progress(request)
@@ -102,22 +106,20 @@ class FailoverTurn:
     async def _attempt(self) -> AsyncGenerator[TurnDelta, None]:
         """One call. Ends with _Refused, _Lost, or TimeoutError at the deadline for being placed."""
         self._replica = None
-        response = self._handle.remote(self._progress.next_request(), **{AVOID: tuple(self._avoid)})
-        done = False
+        call = self._caller.call(self._handle, self._progress.next_request(), **{AVOID: tuple(self._avoid)})
         try:
             with self._watch.place() as place:
-                self._replica = await place.next(response, self._deadline)
+                self._replica = await place.next(call, self._deadline)
                 place.reached(self._replica)
                 self._reached_at = asyncio.get_running_loop().time()
                 while True:
-                    delta = await place.next(response)
+                    delta = await place.next(call)
                     if isinstance(delta, TurnRefused) and self._passes_on(delta):
                         raise _Refused(delta)
                     if isinstance(delta, TurnEnded) and delta.resumable and self._progress.can_resume:
                         raise _Lost("stopped")
                     yield delta
         except StopAsyncIteration:
-            done = True
             raise _Lost("died") from None
         except _DIED as error:
             logger.debug("turn %s: %s", self._id, error)
@@ -125,8 +127,7 @@ class FailoverTurn:
         except ReplicaSilent:
             raise _Lost("silent") from None
         finally:
-            if not done:
-                response.cancel()
+            call.close()
 
     def _passes_on(self, refusal: TurnRefused) -> bool:
         """An accepted turn is no longer its caller's to mend, so nothing of it is refused to him."""

@@ -31,6 +31,7 @@ from engine_actor.turns import (
     TurnTokens,
     session_key,
 )
+from serve_app.channel.outbox import Outboxes
 from serve_app.deployments import EngineDeployment
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 
@@ -98,6 +99,7 @@ class ScriptedEngine(EngineDeployment):
     async def __init__(self, options: ActorOptions, model_name: str) -> None:  # type: ignore[misc]
         self._metrics = EngineMetrics(partial(open_in_ray, model_name=model_name))
         self._replica = serve.get_replica_context().replica_id.unique_id
+        self._outboxes = Outboxes()
         self._scripted = ScriptedActor(self._replica)
         self._actor = self._scripted  # type: ignore[assignment]
 

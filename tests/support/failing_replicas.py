@@ -10,7 +10,8 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from engine_actor.options import SamplingParams
-from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnRequest, TurnTokens
+from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
+from serve_app.channel.call import TurnPlaced
 from serve_app.handle_client import HandleEngineClient
 from serve_app.routing.known_replicas import KnownReplicas, known_replicas
 from serve_app.routing.sticky_router import AVOID, ONLY
@@ -42,7 +43,8 @@ def items_of(replica: str, asked: TurnRequest, cached: int = 2) -> list[Any]:
     prompt = asked.prompt_tokens
     reason = EndReason.STOP if done + len(rest) == len(ANSWER) else EndReason.LENGTH
     ended = TurnEnded(reason, prompt, cached, done + len(rest))
-    return [replica, TurnAccepted(replica, prompt, cached), *(TurnTokens((token,)) for token in rest), ended]
+    placed = TurnPlaced(replica, channelled=False)
+    return [placed, TurnAccepted(replica, prompt, cached), *(TurnTokens((token,)) for token in rest), ended]
 
 
 class Call:
@@ -123,14 +125,16 @@ class Replicas:
             replica = kwargs[ONLY]
             self.signs.append(replica)
             return Sign(lambda: self.works.get(replica, (replica, True)))
+        if self._method == "channel":
+            return Call([], SILENT)
         number = len(self.calls)
         script = self._scripts[number] if number < len(self._scripts) else Script()
         replica = chr(ord("a") + number)
         self.requests.append(args[0])
         self.avoided.append(kwargs[AVOID])
         items = script.instead if script.instead is not None else items_of(replica, args[0], cached=2 + number)
-        if isinstance(items[0], TurnRefused):
-            items = [replica, *items]
+        if not isinstance(items[0], TurnPlaced):
+            items = [TurnPlaced(replica, channelled=False), *items]
         self.calls.append(Call(items[: script.items], script.then))
         return self.calls[-1]
 

@@ -40,14 +40,26 @@ class Room:
         read: Callable[[Inbox], Awaitable[list[int]]] | None = None,
     ) -> list[int]:
         """The tokens of a turn, as they arrive at the reader."""
-        with self.reader.inbox() as inbox:
-            carrying = asyncio.create_task(self.replicas[replica].carry(self.reader.reader, inbox.number, deltas))
-            try:
-                self.reader.expect_from(replica, inbox)
-                return await (read or everything)(inbox)
-            finally:
-                carrying.cancel()
-                await asyncio.gather(carrying, return_exceptions=True)
+        await self.open_channel(replica)
+        inbox = self.reader.open()
+        carrying = asyncio.create_task(self.carry(replica, inbox.number, deltas))
+        try:
+            self.reader.expect_from(replica, inbox)
+            return await (read or everything)(inbox)
+        finally:
+            self.reader.close(inbox)
+            carrying.cancel()
+            await asyncio.gather(carrying, return_exceptions=True)
+
+    async def open_channel(self, replica: str) -> None:
+        self.reader.ensure_channel(replica)
+        while not len(self.replicas[replica]):
+            await asyncio.sleep(0)
+
+    async def carry(self, replica: str, number: int, deltas: AsyncIterator[TurnDelta]) -> None:
+        with self.replicas[replica].turn(self.reader.reader, number) as outbox:
+            assert outbox is not None
+            await outbox.carry(deltas)
 
 
 async def everything(inbox: Inbox) -> list[int]:
@@ -132,14 +144,36 @@ async def test_a_turn_that_is_left_takes_nothing_of_the_others_along() -> None:
     await settled(room)
 
 
-async def test_a_turn_that_is_left_before_its_channel_is_read_leaves_nothing_behind() -> None:
-    room = Room()
-    carrying = asyncio.create_task(room.replicas["r0"].carry("nobody", 1, saying(range(3))))
-    await asyncio.sleep(0.01)
-    assert not carrying.done(), "it waits for its reader"
-    carrying.cancel()
-    await asyncio.gather(carrying, return_exceptions=True)
-    assert len(room.replicas["r0"]) == 0
+async def test_a_turn_without_a_channel_is_told_so_and_leaves_nothing_behind() -> None:
+    outboxes = Outboxes()
+    with outboxes.turn("nobody", 1) as outbox:
+        assert outbox is None
+    assert len(outboxes) == 0
+
+
+async def test_a_turn_that_has_ended_waits_until_its_channel_has_taken_all() -> None:
+    outboxes = Outboxes()
+    channel = outboxes.read("a")
+    reading = asyncio.create_task(anext(channel))
+    await asyncio.sleep(0)
+
+    async def carry(number: int, tokens: range) -> None:
+        with outboxes.turn("a", number) as outbox:
+            assert outbox is not None
+            await outbox.carry(saying(tokens))
+
+    first = asyncio.create_task(carry(1, range(1)))
+    await reading  # and nobody takes the next batch
+    second = asyncio.create_task(carry(2, range(3)))
+    await asyncio.sleep(0.02)
+    assert not first.done()
+    assert not second.done()
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert {number for number, _ in await anext(channel)} == {1}, "a turn that was cancelled has left"
+    await first
+    await channel.aclose()
+    assert len(outboxes) == 0
 
 
 async def test_where_a_channel_breaks_its_turns_are_told_and_those_elsewhere_go_on() -> None:

@@ -1,0 +1,101 @@
+"""One call of `stream_turn`, as if its deltas came in its own stream.
+
+They do for the first turns that reach a replica from here; then a channel is open there, and the stream of a turn only
+says where it is, and breaks with its replica. Cancelling the call cancels the turn, either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from serve_app.channel.inbox import Inboxes
+from serve_app.channel.outbox import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlaced:
+    """The first item of the stream of a turn. `channelled`: its deltas come by the channel of its reader."""
+
+    replica: str
+    channelled: bool
+
+
+class ChannelCaller:
+    """Sends turns to the replicas of one deployment."""
+
+    def __init__(self, handle: DeploymentHandle, only: str) -> None:
+        """`only`: the keyword by which a call names the replica that is to take it."""
+        self._channels = handle.options(stream=True, method_name="channel")
+        self._only = only
+        self.inboxes = Inboxes(self._open)
+
+    def _open(self, replica: str, reader: str) -> DeploymentResponseGenerator[Batch]:
+        return self._channels.remote(reader, **{self._only: replica})
+
+    def call(self, turns: DeploymentHandle, *args: Any, **kwargs: Any) -> ChannelCall:
+        """`turns`: the handle of `stream_turn`."""
+        return ChannelCall(self.inboxes, turns, args, kwargs)
+
+
+class ChannelCall:
+    """An async iterator: the id of the replica, then the deltas of the turn. `close` it, wherever it ends."""
+
+    def __init__(self, inboxes: Inboxes, turns: DeploymentHandle, args: Any, kwargs: Any) -> None:
+        self._inboxes = inboxes
+        self._inbox = inboxes.open()
+        self._stream = turns.remote(*args, **kwargs, reader=inboxes.reader, number=self._inbox.number)
+        self._placed: TurnPlaced | None = None
+        self._break: asyncio.Task[None] | None = None
+        self._ended = False
+
+    def __aiter__(self) -> ChannelCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._placed is None:
+            placed: TurnPlaced | None = await anext(self._stream, None)
+            if placed is None:
+                self._ended = True
+                raise StopAsyncIteration
+            self._placed = placed
+            if placed.channelled:
+                self._inboxes.expect_from(placed.replica, self._inbox)
+                self._break = asyncio.create_task(self._pass_on_break())
+            else:
+                self._inboxes.ensure_channel(placed.replica)
+            return placed.replica
+        if self._placed.channelled:
+            delta = await self._inbox.get()
+        else:
+            delta = await anext(self._stream, None)
+        if delta is None:
+            self._ended = True
+            raise StopAsyncIteration
+        return delta
+
+    async def _pass_on_break(self) -> None:
+        """The stream of a turn in a channel has no more items. It ends when the channel has taken all deltas, or breaks
+        with its replica."""
+        try:
+            await anext(self._stream, None)
+        except Exception as error:
+            self._inbox.fail(error)
+
+    def close(self) -> None:
+        """The deltas are of no more interest; a turn that has not ended is cancelled."""
+        self._inboxes.close(self._inbox)
+        if self._break is not None and self._ended:
+            # Held until then, since the event loop forgets tasks that nobody holds.
+            _ending.add(self._break)
+            self._break.add_done_callback(_ending.discard)
+        elif not self._ended:
+            if self._break is not None:
+                self._break.cancel()
+            self._stream.cancel()
+
+
+_ending: set[asyncio.Task[None]] = set()

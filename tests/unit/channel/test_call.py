@@ -1,0 +1,180 @@
+"""A call whose deltas come by a channel: to its caller it looks like a stream of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
+from serve_app.channel.call import ChannelCall, ChannelCaller, TurnPlaced
+from serve_app.channel.inbox import ChannelLost
+
+SAID = [TurnAccepted("r", 3, 0), TurnTokens((1, 2)), TurnEnded(EndReason.STOP, 3, 0, 2)]
+
+
+class Stream:
+    """What Serve gives for a call: items come when the test puts them; an error is raised; None is the end."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.cancelled = False
+        self.kwargs: dict[str, Any] = {}
+
+    def put(self, *items: Any) -> None:
+        for item in items:
+            self.items.put_nowait(item)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self.items.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """Of one deployment: its calls in order, and those that opened channels."""
+
+    def __init__(self) -> None:
+        self.turns: list[Stream] = []
+        self.channels: list[Stream] = []
+        self._method = "stream_turn"
+
+    def options(self, *, stream: bool, method_name: str) -> Handle:
+        other = object.__new__(Handle)
+        other.__dict__ = {**self.__dict__, "_method": method_name}
+        return other
+
+    def remote(self, *args: Any, **kwargs: Any) -> Stream:
+        stream = Stream()
+        stream.kwargs = kwargs
+        (self.channels if self._method == "channel" else self.turns).append(stream)
+        return stream
+
+
+class Room:
+    """A caller with an open channel to replica r, unless `channelled` is false."""
+
+    def __init__(self) -> None:
+        self.handle = Handle()
+        self.caller = ChannelCaller(self.handle, "only")  # type: ignore[arg-type]
+
+    async def open_channel(self) -> None:
+        call = self.call()
+        self.handle.turns[-1].put(TurnPlaced("r", channelled=False), *SAID, None)
+        assert [item async for item in call] == ["r", *SAID]
+        call.close()
+        await asyncio.sleep(0.01)  # the channel's task begins
+
+    def call(self) -> ChannelCall:
+        return self.caller.call(self.handle, "request", avoid=())  # type: ignore[arg-type]
+
+    def send(self, call: ChannelCall, *deltas: TurnDelta | None) -> None:
+        number = call._inbox.number
+        self.handle.channels[-1].put([(number, delta) for delta in deltas])
+
+
+@pytest.fixture
+async def room() -> Room:
+    room = Room()
+    await room.open_channel()
+    return room
+
+
+async def test_the_first_turn_has_its_own_stream_and_opens_the_channel(room: Room) -> None:
+    [channel] = room.handle.channels
+    assert channel.kwargs == {"only": "r"}
+    [turn] = room.handle.turns
+    assert not turn.cancelled
+    assert turn.kwargs == {"avoid": (), "reader": room.caller.inboxes.reader, "number": 0}
+
+
+async def test_the_next_turn_comes_by_the_channel(room: Room) -> None:
+    call = room.call()
+    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    room.send(call, *SAID[:2])
+    room.send(call, *SAID[2:], None)
+    assert [item async for item in call] == ["r", *SAID]
+    call.close()
+    assert not room.handle.turns[-1].cancelled
+    assert len(room.handle.channels) == 1
+
+
+async def test_deltas_may_come_before_the_place_is_known(room: Room) -> None:
+    call = room.call()
+    room.send(call, *SAID, None)
+    await asyncio.sleep(0.01)
+    room.handle.turns[-1].put(TurnPlaced("r", channelled=True), None)
+    assert [item async for item in call] == ["r", *SAID]
+    call.close()
+
+
+async def test_a_replica_that_dies_is_heard_of_after_what_it_said(room: Room) -> None:
+    call = room.call()
+    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    assert await anext(call) == "r"
+    room.send(call, *SAID[:2])
+    await asyncio.sleep(0.01)
+    room.handle.turns[-1].put(ConnectionError("died"))
+    assert [await anext(call), await anext(call)] == SAID[:2]
+    with pytest.raises(ConnectionError):
+        await anext(call)
+    call.close()
+
+
+@pytest.mark.parametrize("end", [None, ConnectionError("broke")])
+async def test_a_channel_that_ends_is_a_loss_to_the_turns_in_it(room: Room, end: Exception | None) -> None:
+    call = room.call()
+    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    assert await anext(call) == "r"
+    room.handle.channels[-1].put(end)
+    with pytest.raises(type(end) if end else ChannelLost):
+        await anext(call)
+    call.close()
+    assert room.handle.turns[-1].cancelled
+    await room.open_channel()
+    assert len(room.handle.channels) == 2, "the next turn opens another"
+
+
+async def test_a_channel_that_broke_unseen_is_a_loss_to_the_next_turn(room: Room) -> None:
+    room.handle.channels[-1].put(None)
+    await asyncio.sleep(0.01)
+    call = room.call()
+    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    assert await anext(call) == "r"
+    with pytest.raises(ChannelLost):
+        await anext(call)
+    call.close()
+
+
+@pytest.mark.parametrize("channelled", [True, False])
+@pytest.mark.parametrize("heard", [0, 1, 2])
+async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, heard: int) -> None:
+    call = room.call()
+    stream = room.handle.turns[-1]
+    stream.put(TurnPlaced("r", channelled))
+    if channelled:
+        room.send(call, *SAID)
+    else:
+        stream.put(*SAID)
+    for _ in range(heard):
+        await anext(call)
+    call.close()
+    assert stream.cancelled
+    assert not room.caller.inboxes._inboxes
+    if channelled:
+        room.send(call, TurnTokens((9,)))  # on its way when the turn was left
+        other = room.call()
+        room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+        room.send(other, *SAID, None)
+        assert [item async for item in other] == ["r", *SAID]
+        other.close()
