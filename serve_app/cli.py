@@ -161,6 +161,21 @@ def doctor(
     raise typer.Exit(run(host, port))
 
 
+@app.command("drain-node")
+def drain_node(
+    address: Annotated[str, typer.Option(help="The Ray cluster: `auto`, or host:port.")] = "auto",
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds that running answers have.")] = 600,
+) -> None:
+    """Take the Ray node on this machine out of its cluster and cut no answer; for a machine that is about to go.
+
+    Its replicas are replaced elsewhere, finish their answers and end, and so does the node. A preStop hook on
+    Kubernetes.
+    """
+    from serve_app.commands.drain_node import run
+
+    raise typer.Exit(run(address, timeout))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from serve_app import __version__
 from serve_app.cli import app
 from serve_app.commands import chat as chat_module
-from serve_app.commands import doctor
+from serve_app.commands import doctor, drain_node
 from serve_app.commands.chat import Chat
 from serve_app.commands.doctor import Finding, Mark, _port
 from serve_app.commands.serve import StartFailed, read_args
@@ -26,7 +26,9 @@ from serve_app.local_ports import BindRefused, is_loopback, require_free_port, r
 runner = CliRunner()
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["models"], ["models", "fetch"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["chat"], ["models"], ["models", "fetch"], ["doctor"], ["drain-node"]]
+)
 def test_every_command_explains_itself(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0
@@ -286,3 +288,8 @@ def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> 
     with doctor.console.capture() as captured:
         assert doctor.run("127.0.0.1", 1) == 0
     assert path in "".join(captured.get().split())
+
+
+def test_a_node_that_cannot_be_drained_is_said_and_not_waited_for() -> None:
+    with doctor.console.capture():
+        assert drain_node.drain("no-such-node", "127.0.0.1:1", timeout=600) == 1
