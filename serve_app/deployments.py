@@ -197,3 +197,9 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this when the constructor is done."""
         return create_app(self._settings, self._client, self._prompts, self._store)
+
+    def __del__(self) -> None:
+        """Serve calls this when the process stops, after its requests have ended."""
+        client = getattr(self, "_client", None)  # absent if the constructor failed
+        if client is not None:
+            client.close()

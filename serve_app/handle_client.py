@@ -35,8 +35,9 @@ class HandleEngineClient:
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
-        self._caller = ChannelCaller(handle, ONLY)
-        self._watch = ReplicaWatch(self._sign_of_life, known_replicas(handle.app_name, handle.deployment_name))
+        known = known_replicas(handle.app_name, handle.deployment_name)
+        self._caller = ChannelCaller(handle, known)
+        self._watch = ReplicaWatch(self._sign_of_life, known)
         self._counters = FailoverCounters()
         self._placement_timeout = placement_timeout
         self._context_limit: int | None = None
@@ -48,6 +49,10 @@ class HandleEngineClient:
         async with aclosing(turn.deltas()) as deltas:
             async for delta in deltas:
                 yield delta
+
+    def close(self) -> None:
+        """To be called when no turn is open: replicas wait for the channels of those that read from them."""
+        self._caller.inboxes.close_all()
 
     async def _sign_of_life(self, replica: str) -> tuple[str, bool]:
         """Of the replica of this id; of another one, if the router does not have it any more."""

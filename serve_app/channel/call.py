@@ -14,6 +14,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serve_app.channel.inbox import Inboxes
 from serve_app.channel.outbox import Batch
+from serve_app.routing.known_replicas import KnownReplicas
+from serve_app.routing.sticky_router import ONLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +29,17 @@ class TurnPlaced:
 class ChannelCaller:
     """Sends turns to the replicas of one deployment."""
 
-    def __init__(self, handle: DeploymentHandle, only: str) -> None:
-        """`only`: the keyword by which a call names the replica that is to take it."""
+    def __init__(self, handle: DeploymentHandle, known: KnownReplicas) -> None:
         self._channels = handle.options(stream=True, method_name="channel")
-        self._only = only
         self.inboxes = Inboxes(self._open)
+        self._known = known
+        self._listening = False
 
     def _open(self, replica: str, reader: str) -> DeploymentResponseGenerator[Batch]:
-        return self._channels.remote(reader, **{self._only: replica})
+        if not self._listening:
+            self._known.listen(self.inboxes.set_running)
+            self._listening = True
+        return self._channels.remote(reader, **{ONLY: replica})
 
     def call(self, turns: DeploymentHandle, *args: Any, **kwargs: Any) -> ChannelCall:
         """`turns`: the handle of `stream_turn`."""

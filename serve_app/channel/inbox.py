@@ -13,14 +13,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Protocol
 
 from engine_actor.mailbox import Mailbox
 from engine_actor.turns import TurnDelta
 from serve_app.channel.outbox import Batch
 
-OpenChannel = Callable[[str, str], AsyncIterator[Batch]]
-"""Opens the channel of a reader (the first) at a replica, both by id."""
+
+class Channel(Protocol):
+    """A stream of batches that can be cancelled, as Serve gives one."""
+
+    def __aiter__(self) -> AsyncIterator[Batch]: ...
+
+    def cancel(self) -> None: ...
+
+
+OpenChannel = Callable[[str, str], Channel]
+"""Opens the channel at a replica for a reader, both by id."""
 
 
 class ChannelLost(Exception):
@@ -61,6 +71,7 @@ class Inboxes:
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[str, asyncio.Task[None]] = {}  # by replica
         self._turns: dict[str, set[int]] = {}
+        self._leaving: set[str] = set()  # replicas that take no new turns
 
     def open(self) -> Inbox:
         """For the time of one call; `close` it."""
@@ -79,6 +90,7 @@ class Inboxes:
         self._inboxes.pop(inbox.number, None)
         for turns in self._turns.values():
             turns.discard(inbox.number)
+        self._close_unused()
 
     def ensure_channel(self, replica: str) -> None:
         """Opens a channel, which turns that come to this replica later will use."""
@@ -86,13 +98,33 @@ class Inboxes:
             self._turns[replica] = set()
             self._channels[replica] = asyncio.create_task(self._read(replica))
 
+    def set_running(self, replicas: Collection[str]) -> None:
+        """The replicas that take turns. One that is stopped waits for its open calls, so a channel to it is closed with
+        the last turn in it."""
+        self._leaving = self._channels.keys() - replicas
+        self._close_unused()
+
+    def close_all(self) -> None:
+        """Turns in channels are lost."""
+        for channel in self._channels.values():
+            channel.cancel()
+
+    def _close_unused(self) -> None:
+        for replica in self._leaving:
+            if replica in self._channels and not self._turns[replica]:
+                self._channels[replica].cancel()
+
     async def _read(self, replica: str) -> None:
         lost: BaseException = ChannelLost(replica)
+        channel = self._open_channel(replica, self.reader)
         try:
-            async for batch in self._open_channel(replica, self.reader):
+            async for batch in channel:
                 for number, delta in batch:
                     if number in self._inboxes:  # else its turn was left
                         self._inboxes[number].put(delta)
+        except asyncio.CancelledError:
+            channel.cancel()
+            raise
         except Exception as error:
             lost = error
         finally:

@@ -6,8 +6,11 @@ Routers run on threads of their own, so every change is made under a lock, and w
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+
+Listener = Callable[[frozenset[str]], object]
 
 
 class KnownReplicas:
@@ -19,10 +22,20 @@ class KnownReplicas:
         self.silent: frozenset[str] = frozenset()
         """Of the running ones, those that new turns should avoid: they do not answer, or their engine has failed."""
 
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, Listener]] = []
+
     def set_running(self, replicas: Collection[str]) -> None:
         with self._lock:
-            self.running = frozenset(replicas)
-            self.silent &= self.running
+            running = self.running = frozenset(replicas)
+            self.silent &= running
+            self._listeners = [pair for pair in self._listeners if not pair[0].is_closed()]
+            for loop, listener in self._listeners:
+                loop.call_soon_threadsafe(listener, running)
+
+    def listen(self, listener: Listener) -> None:
+        """From now on it is told who is running whenever that is reported, on the event loop of this call."""
+        with self._lock:
+            self._listeners.append((asyncio.get_running_loop(), listener))
 
     def set_silent(self, replica: str, silent: bool) -> bool:
         """Whether this is news."""

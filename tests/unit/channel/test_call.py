@@ -10,8 +10,9 @@ import pytest
 from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
 from serve_app.channel.call import ChannelCall, ChannelCaller, TurnPlaced
 from serve_app.channel.inbox import ChannelLost
+from serve_app.routing.known_replicas import KnownReplicas
 
-SAID = [TurnAccepted("r", 3, 0), TurnTokens((1, 2)), TurnEnded(EndReason.STOP, 3, 0, 2)]
+SAID: list[TurnDelta] = [TurnAccepted("r", 3, 0), TurnTokens((1, 2)), TurnEnded(EndReason.STOP, 3, 0, 2)]
 
 
 class Stream:
@@ -66,7 +67,8 @@ class Room:
 
     def __init__(self) -> None:
         self.handle = Handle()
-        self.caller = ChannelCaller(self.handle, "only")  # type: ignore[arg-type]
+        self.known = KnownReplicas()
+        self.caller = ChannelCaller(self.handle, self.known)
 
     async def open_channel(self) -> None:
         call = self.call()
@@ -76,7 +78,7 @@ class Room:
         await asyncio.sleep(0.01)  # the channel's task begins
 
     def call(self) -> ChannelCall:
-        return self.caller.call(self.handle, "request", avoid=())  # type: ignore[arg-type]
+        return self.caller.call(self.handle, "request", avoid=())
 
     def send(self, call: ChannelCall, *deltas: TurnDelta | None) -> None:
         number = call._inbox.number
@@ -178,3 +180,37 @@ async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, hear
         room.send(other, *SAID, None)
         assert [item async for item in other] == ["r", *SAID]
         other.close()
+
+
+async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_turn(room: Room) -> None:
+    [channel] = room.handle.channels
+    call = room.call()
+    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    assert await anext(call) == "r"
+    room.known.set_running(["r", "s"])
+    await asyncio.sleep(0.01)
+    room.known.set_running(["s"])
+    await asyncio.sleep(0.01)
+    assert not channel.cancelled
+    room.send(call, *SAID, None)
+    assert [item async for item in call] == SAID
+    call.close()
+    await asyncio.sleep(0.01)
+    assert channel.cancelled
+
+
+async def test_an_unused_channel_to_a_replica_that_is_stopped_is_closed_at_once(room: Room) -> None:
+    [channel] = room.handle.channels
+    room.known.set_running(["r"])
+    await asyncio.sleep(0.01)
+    assert not channel.cancelled
+    room.known.set_running([])
+    await asyncio.sleep(0.01)
+    assert channel.cancelled
+
+
+async def test_a_reader_that_stops_closes_its_channels(room: Room) -> None:
+    [channel] = room.handle.channels
+    room.caller.inboxes.close_all()
+    await asyncio.sleep(0.01)
+    assert channel.cancelled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,19 @@ from serve_app.channel.inbox import Inbox, Inboxes
 from serve_app.channel.outbox import Batch, Outboxes
 
 
+class Channel:
+    """Serve closes the generator of a call that is cancelled."""
+
+    def __init__(self, batches: AsyncGenerator[Batch, None]) -> None:
+        self._batches = batches
+
+    def __aiter__(self) -> AsyncIterator[Batch]:
+        return self._batches
+
+    def cancel(self) -> None:
+        self._closing = asyncio.ensure_future(self._batches.aclose())
+
+
 class Room:
     """One reader, and replicas with their outboxes."""
 
@@ -23,9 +36,9 @@ class Room:
         self.items = 0
         self.opened = 0
         self.broken: set[str] = set()
-        self.reader = Inboxes(self.open)
+        self.reader = Inboxes(lambda replica, reader: Channel(self.batches(replica, reader)))
 
-    async def open(self, replica: str, reader: str) -> AsyncIterator[Batch]:
+    async def batches(self, replica: str, reader: str) -> AsyncGenerator[Batch, None]:
         self.opened += 1
         async for batch in self.replicas[replica].read(reader):
             self.items += 1
