@@ -24,13 +24,14 @@ import json
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress
 
 from serve_app.config import AppArgs
 from serve_app.local_ray import APPLICATION, disconnect, start_ray, start_serve
@@ -91,15 +92,23 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar for the time of the block; gives what moves it on by one."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
 async def in_turn(what: str, jobs: Iterable[Awaitable[None]], total: int) -> None:
     """So many jobs at a time, with a bar."""
     places = asyncio.Semaphore(AT_A_TIME)
-    with tqdm(total=total, desc=what, unit="", leave=False) as bar:
+    with progress(what, total) as advance:
 
         async def one(job: Awaitable[None]) -> None:
             async with places:
                 await job
-            bar.update()
+            advance()
 
         await asyncio.gather(*map(one, jobs))
 
@@ -169,12 +178,12 @@ async def requests(soak: Soak, count: int) -> None:
     processes = own_processes("EngineDeployment", "Ingress")
     series: dict[str, list[int]] = {name: [] for name in processes}
     step = max(1, count // SAMPLES)
-    with tqdm(total=count, desc="requests", unit="", leave=False) as bar:
+    with progress("requests", count) as advance:
 
         async def one(number: int) -> None:
             body = asked(f"Question {number}: why?", max_tokens=2, n=1 + number % 2)
             (await soak.http.post(CHAT, json=body)).raise_for_status()
-            bar.update()
+            advance()
 
         for first in range(0, count, step):
             await asyncio.gather(*map(one, range(first, min(count, first + step))))
@@ -182,11 +191,9 @@ async def requests(soak: Soak, count: int) -> None:
                 series[name].append(process.memory_info().rss)
     for name, sizes in series.items():
         later = sizes[len(sizes) // 4 :]
-        growth, spread = later[-1] / later[0] - 1, max(later) / min(later) - 1
-        soak.row(
-            f"  memory of {name}",
-            f"{later[0] / 2**20:.1f} to {later[-1] / 2**20:.1f} MiB ({growth:+.2%}), within {spread:.2%}",
-        )
+        spread = max(later) / min(later) - 1
+        course = ", ".join(f"{later[(len(later) - 1) * i // 4] / 2**20:.1f}" for i in range(5))
+        soak.row(f"  memory of {name}", f"{course} MiB: within {spread:.2%}")
         soak.require(spread <= ALLOWED_GROWTH, f"requests: memory of {name} is not flat: {spread:.2%}")
 
 
