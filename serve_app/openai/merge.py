@@ -18,7 +18,7 @@ async def merged_events(
     """As `answer_events`, for all of them: choice c of answer i becomes choice i * `choices` + c. One TurnAccepted says
     that all were accepted, one Finished that all have ended. The first error ends every turn and is raised."""
     # About one place for each: what a slow reader has not taken is not piled up here.
-    arrived: asyncio.Queue[tuple[int, AnswerEvent | Exception]] = asyncio.Queue(len(answers))
+    arrived: asyncio.Queue[tuple[int, AnswerEvent | BaseException]] = asyncio.Queue(len(answers))
     all_accepted = asyncio.Event()
 
     async def pump(index: int, answer: AsyncGenerator[AnswerEvent, None]) -> None:
@@ -28,12 +28,15 @@ async def merged_events(
                 await all_accepted.wait()
                 async for event in answer:
                     await arrived.put((index, event))
-        except Exception as error:
+        except BaseException as error:
+            # What ends this pump must end the answer: nobody waits for one that is gone.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
             await arrived.put((index, error))
 
     async def next_event() -> tuple[int, AnswerEvent]:
         index, event = await arrived.get()
-        if isinstance(event, Exception):
+        if isinstance(event, BaseException):
             raise event
         return index, event
 

@@ -73,7 +73,7 @@ class ScriptedEngine:
         self.refusal: TurnRefused | None = None
         self.refusal_of: Callable[[tuple[int, ...]], TurnRefused | None] | None = None
         self.fail_at: int | None = None
-        self.error: Exception = RuntimeError("scripted failure")
+        self.error: BaseException = RuntimeError("scripted failure")
         self.failed: str | None = None
         self.hold_at: int | None = None
         self.release = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
@@ -105,6 +106,16 @@ def test_an_answer_that_fails_ends_all(speaking: Server) -> None:
     assert (response.status_code, error_of(response)["code"]) == (500, "engine_failed")
     assert "it broke" in events(speaking.complete(PROMPTS, stream=True))[-1]["error"]["message"]
     assert speaking.engine.running == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("scripted"), asyncio.CancelledError()])
+@pytest.mark.parametrize("moment", [0, 2])
+def test_whatever_an_engine_raises_ends_all(server: Server, moment: int, error: BaseException) -> None:
+    server.engine.error, server.engine.fail_at = error, moment
+    assert server.complete(["a", "b", "c"]).status_code == 500
+    assert (server.engine.running, server.engine.closed) == (0, 3)
+    server.engine.fail_at = None
+    assert server.complete(["a", "b"]).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
