@@ -47,11 +47,8 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
     """`build` with a choice of engine class; the tests bring doubles."""
     keys = args.load_api_keys()
     cores = os.cpu_count() or 1
-    gpus = args.resolved_gpus(ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0)
-    threads = str(args.resolved_threads(cores))
-    # Read when the math libraries are loaded, so it must be there before the process starts. Passive: threads
-    # that spin between operations take the cores of the other replicas.
-    math = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
+    resources = args.engine_resources(cores, gpus)
     common: dict[str, Any] = {
         "max_ongoing_requests": UNLIMITED,
         "health_check_period_s": args.health_check_period_seconds,
@@ -67,18 +64,14 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
             **common,
             name=ENGINES,
             num_replicas=args.replicas,
-            ray_actor_options={
-                "num_cpus": args.resolved_cpus(cores),
-                "num_gpus": gpus,
-                "runtime_env": {"env_vars": math},
-            },
+            ray_actor_options=resources,
             request_router_config=RequestRouterConfig(
                 request_router_class=ROUTER,
                 request_routing_stats_period_s=args.routing_stats_period_seconds,
                 request_routing_stats_timeout_s=5.0,
             ),
         )
-        .bind(args.actor_options(cores=cores, on_gpu=gpus > 0), args.model_name())
+        .bind(args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0), args.model_name())
     )
     responses = (
         serve.deployment(MemoryResponseStore)

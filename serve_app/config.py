@@ -239,6 +239,18 @@ class AppArgs(BaseModel):
             return 1.0
         return 1.0 if self.device == "auto" and cluster_gpus >= self.replicas else 0.0
 
+    def engine_resources(self, cores: int, cluster_gpus: float) -> dict[str, Any]:
+        """Options of the Ray actor that one engine runs in."""
+        threads = str(self.resolved_threads(cores))
+        # Read when the math libraries are loaded, so it must be there before the process starts. Passive: threads
+        # that spin between operations take the cores of the other replicas.
+        math_libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+        return {
+            "num_cpus": self.resolved_cpus(cores),
+            "num_gpus": self.resolved_gpus(cluster_gpus),
+            "runtime_env": {"env_vars": math_libraries},
+        }
+
     def actor_options(self, *, cores: int, on_gpu: bool) -> ActorOptions:
         """Options of one engine. `model` is as given: each process resolves it on its own node."""
         share = self.kv_memory if on_gpu or self.kv_memory > 1 else self.kv_memory / self.replicas

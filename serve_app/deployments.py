@@ -63,6 +63,7 @@ class EngineDeployment:
             # Here, because it loads torch, which neither the driver nor an ingress needs.
             from engine_actor.actor import EngineActor
 
+        self._model_name = model_name
         self._replica: str = serve.get_replica_context().replica_id.unique_id
         self._outboxes = Outboxes()
         with watch.step("fetch model"):
@@ -141,6 +142,7 @@ class EngineDeployment:
         pool = self._report.pool
         return {
             "replica": self._replica,
+            "model_name": self._model_name,
             "model": self._report.model,
             "dtype": self._report.dtype,
             "blocks": pool.num_blocks,

@@ -1,0 +1,99 @@
+"""What a batch has done so far, on disk: a job that is killed and started again does no line twice.
+
+out.jsonl.partial   one record for each line that is done, in the order in which they were done
+out.jsonl           appears, whole and in the order of the input, when all are
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from serve_app.jobs.lines import Line
+
+
+class JournalError(RuntimeError):
+    """The output can't be written as asked; the message says why and what to do."""
+
+
+class Journal:
+    """Open it with `with`. A record counts when the disk has it, or all but the last few seconds of them."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._path = output.with_name(output.name + ".partial")
+        self._done: dict[tuple[int, str], int] = {}  # by line: where its record begins
+
+    def __enter__(self) -> Journal:
+        """Raises JournalError if another job writes here, OSError if nobody can."""
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise JournalError(f"another job writes {self._path}: wait for it, or choose another --output") from None
+        self._load()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _load(self) -> None:
+        """Records up to the first that is not whole: the job was killed while it wrote it."""
+        self._file.seek(0)
+        whole = 0
+        for text in self._file:
+            try:
+                entry = json.loads(text)
+                self._done[entry["line"], entry["sha256"]] = whole
+            except (ValueError, KeyError, TypeError):
+                break
+            whole += len(text)
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def has(self, line: Line) -> bool:
+        """Whether this line, with this text, is done."""
+        return (line.number, line.digest) in self._done
+
+    def add(self, line: Line, record: dict[str, Any]) -> None:
+        begin = self._file.tell()
+        entry = {"line": line.number, "sha256": line.digest, "record": record}
+        self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        self._done[line.number, line.digest] = begin
+
+    def finish(self, lines: Iterable[Line]) -> None:
+        """Writes the output, all of it or nothing, and ends the journal. Every line must be done."""
+        new = self._output.with_name(self._output.name + ".new")
+        with new.open("wb") as file:
+            for line in lines:
+                self._file.seek(self._done[line.number, line.digest])
+                record = json.loads(self._file.readline())["record"]
+                file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._output)
+        self._path.unlink()
+
+
+def finished_before(output: Path, ids: Iterable[str]) -> bool:
+    """Whether the output is there and is that of just these lines, by the ids of its records. Raises JournalError if
+    there is another one."""
+    if not output.exists():
+        return False
+    try:
+        found = [json.loads(text)["id"] for text in output.read_bytes().splitlines()]
+    except (ValueError, KeyError, TypeError):
+        found = []
+    if found == list(ids):
+        return True
+    raise JournalError(f"{output} exists and is not the output of this input: remove it, or choose another --output")

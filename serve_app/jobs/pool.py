@@ -1,0 +1,120 @@
+"""Engines of a job's own: Ray actors that end with it, however it ends.
+
+job (this process)                               actors
+ASGI app -> PoolClient -- whole turn -->  BatchEngine: EngineActor, one GPU
+                       <- all deltas --
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from engine_actor.actor_options import ActorOptions
+from engine_actor.turns import ForkOutcome, RefusalCode, SessionInfo, TurnDelta, TurnRefused, TurnRequest
+from serve_app.config import AppArgs
+from serve_app.model_store import resolve_model
+
+_RESTARTS = 3
+_TRIES = 5
+_PAUSE_SECONDS = 1.0
+
+
+class BatchEngine:
+    """One engine. Turns are anonymous, so it keeps no sessions, but it shares the prefixes of prompts."""
+
+    def __init__(self, options: ActorOptions) -> None:
+        self._options = options
+
+    async def start(self) -> int:
+        """The longest sequence, when the model is loaded. A second call waits for the first one."""
+        if not hasattr(self, "_starting"):
+            self._starting = asyncio.create_task(self._start())
+        return await self._starting
+
+    async def _start(self) -> int:
+        from engine_actor.actor import EngineActor
+
+        path = await asyncio.to_thread(resolve_model, self._options.model)
+        self._actor = EngineActor(replace(self._options, model=str(path)), f"batch-{os.getpid()}")
+        await self._actor.start()
+        return self._actor.context_length
+
+    async def run_turn(self, request: TurnRequest) -> list[TurnDelta]:
+        await self.start()  # an actor that Ray has restarted is empty
+        async with aclosing(self._actor.stream_turn(request)) as deltas:
+            return [delta async for delta in deltas]
+
+
+class PoolClient:
+    """Implements `serve_app.ingress.engine_client.EngineClient` over a pool: the engine with the fewest turns takes the
+    next one."""
+
+    def __init__(self, engines: Sequence[ActorHandle], context_limit: int) -> None:
+        self._open = dict.fromkeys(engines, 0)
+        self._context_limit = context_limit
+
+    async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
+        """See the protocol. All deltas come at once, at the end."""
+        for attempt in range(_TRIES):
+            if attempt:
+                await asyncio.sleep(_PAUSE_SECONDS * attempt)
+            engine = min(self._open, key=self._open.__getitem__)
+            self._open[engine] += 1
+            answer = engine.run_turn.remote(request)
+            done = False
+            try:
+                deltas: list[TurnDelta] = await answer
+                done = True
+            except RayActorError:
+                done = True
+                continue
+            finally:
+                self._open[engine] -= 1
+                if not done:
+                    ray.cancel(answer)
+            for delta in deltas:
+                yield delta
+            return
+        yield TurnRefused(RefusalCode.UNAVAILABLE, "the engines of this job are lost", retry_after=10.0)
+
+    async def sessions(self, owner: str) -> list[SessionInfo]:
+        return []
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        return False
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        return ForkOutcome.UNKNOWN
+
+    async def ready(self) -> bool:
+        return True
+
+    async def context_limit(self) -> int | None:
+        return self._context_limit
+
+
+async def start_pool(args: AppArgs, started: Callable[[int], None]) -> PoolClient:
+    """`args.replicas` engines, loaded; `started` is told how many are. Raises what a constructor raised."""
+    cores = os.cpu_count() or 1
+    resources = args.engine_resources(cores, ray.cluster_resources().get("GPU", 0.0))
+    actor = ray.remote(BatchEngine).options(
+        **resources,
+        max_restarts=_RESTARTS,
+        max_concurrency=args.max_queued_turns + args.max_batch_size,
+    )
+    options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
+    engines: list[Any] = [actor.remote(options) for _ in range(args.replicas)]
+    limits = []
+    for answer in asyncio.as_completed([engine.start.remote() for engine in engines]):
+        limits.append(await answer)
+        started(len(limits))
+    return PoolClient(engines, min(limits))

@@ -1,0 +1,99 @@
+"""Asks the API for each line that is not done, many at a time, and notes what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import httpx
+
+from serve_app.jobs.journal import Journal
+from serve_app.jobs.lines import BadLine, Line, answered, parse_line, refused
+
+# Answers that say nothing about the line: it is asked again, also by the next job.
+_PASSING = frozenset({429, 500, 502, 503, 504})
+_LONGEST_PAUSE_SECONDS = 30.0
+
+Told = Callable[[bool], None]
+"""Called for each line that is done: whether it was answered well."""
+
+
+class BatchStuck(RuntimeError):
+    """The engines fail again and again; what is done is kept."""
+
+
+@dataclass
+class Counts:
+    """Lines of this run."""
+
+    answered: int = 0
+    failed: int = 0
+
+
+async def run_batch(
+    lines: Iterable[Line],
+    journal: Journal,
+    http: httpx.AsyncClient,
+    *,
+    concurrency: int,
+    tries: int,
+    told: Told,
+) -> Counts:
+    """`http` reaches the API. A line that gets no answer in `tries` attempts ends the run with BatchStuck: something is
+    wrong with the engines, not with the line."""
+    counts = Counts()
+    seen: set[str] = set()
+    places = asyncio.Semaphore(concurrency)
+
+    def note(line: Line, record: dict[str, object], good: bool) -> None:
+        journal.add(line, record)
+        if good:
+            counts.answered += 1
+        else:
+            counts.failed += 1
+        told(good)
+
+    async def work(line: Line) -> None:
+        try:
+            try:
+                call = parse_line(line)
+                if call.custom_id in seen:
+                    text = f"line {line.number}: custom_id {call.custom_id!r} is that of an earlier line"
+                    raise BadLine(call.custom_id, "duplicate_custom_id", text)
+                seen.add(call.custom_id)
+            except BadLine as bad:
+                if not journal.has(line):
+                    note(line, refused(line, bad), good=False)
+                return
+            if journal.has(line):
+                return
+            response = await _ask(http, call.url, json.dumps(call.body).encode(), tries, f"line {line.number}")
+            request_id = response.headers.get("x-request-id", "")
+            record = answered(line, call, response.status_code, request_id, response.json())
+            note(line, record, good=response.status_code == 200)
+        finally:
+            places.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for line in lines:
+                await places.acquire()
+                group.create_task(work(line))
+    except* BatchStuck as stuck:
+        raise stuck.exceptions[0] from None
+    return counts
+
+
+async def _ask(http: httpx.AsyncClient, url: str, body: bytes, tries: int, name: str) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    for attempt in range(tries):
+        response = await http.post(url, content=body, headers=headers)
+        if response.status_code not in _PASSING:
+            return response
+        wished = response.headers.get("retry-after", "")
+        pause = float(wished) if wished.isdigit() else 2.0**attempt
+        await asyncio.sleep(min(pause, _LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.5))
+    raise BatchStuck(f"{name}: no answer in {tries} tries; the last: {response.status_code} {response.text[:300]}")
