@@ -1,0 +1,94 @@
+"""What a batch has done survives the end of its process, at any byte."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.jobs.journal import Journal, JournalError, finished_before
+from serve_app.jobs.lines import Line, output_id
+
+LINES = [Line(number, b'{"n": %d}' % number) for number in range(1, 9)]
+
+
+def record(line: Line) -> dict[str, object]:
+    return {
+        "id": output_id(line),
+        "custom_id": f"é {line.number}",
+        "response": {"text": "\ud800 \u2028 x"},
+        "error": None,
+    }
+
+
+def written(output: Path) -> list[dict[str, object]]:
+    return [json.loads(text) for text in output.read_bytes().splitlines()]
+
+
+def test_lines_done_in_any_order_are_written_in_that_of_the_input(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "out.jsonl"
+    with Journal(output) as journal:
+        for line in reversed(LINES):
+            assert not journal.has(line)
+            journal.add(line, record(line))
+            assert journal.has(line)
+        assert not output.exists()
+        journal.finish(LINES)
+    assert written(output) == [record(line) for line in LINES]
+    assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
+
+
+@given(st.integers(0, 2000))
+def test_a_journal_that_was_cut_anywhere_is_gone_on_from(cut: int) -> None:
+
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.jsonl"
+        with Journal(output) as journal:
+            for line in LINES:
+                journal.add(line, record(line))
+        partial = output.with_name("out.jsonl.partial")
+        whole = partial.read_bytes()
+        partial.write_bytes(whole[:cut])
+        with Journal(output) as journal:
+            done = [line for line in LINES if journal.has(line)]
+            assert done == LINES[: whole[:cut].count(b"\n")]
+            for line in LINES[len(done) :]:
+                journal.add(line, record(line))
+            journal.finish(LINES)
+        assert written(output) == [record(line) for line in LINES]
+
+
+def test_a_line_that_has_changed_is_not_done(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out.jsonl") as journal:
+        journal.add(LINES[0], record(LINES[0]))
+        assert not journal.has(Line(1, b'{"n": "other"}'))
+        assert not journal.has(Line(2, LINES[0].text))
+
+
+def test_two_jobs_do_not_write_one_output(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out.jsonl") as journal:
+        journal.add(LINES[0], record(LINES[0]))
+        with pytest.raises(JournalError, match="another job writes"), Journal(tmp_path / "out.jsonl"):
+            pass
+    with Journal(tmp_path / "out.jsonl") as journal:
+        assert journal.has(LINES[0])
+
+
+def test_an_output_that_is_there_is_recognized_or_left_alone(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    ids = [output_id(line) for line in LINES]
+    assert not finished_before(output, ids)
+    with Journal(output) as journal:
+        for line in LINES:
+            journal.add(line, record(line))
+        journal.finish(LINES)
+    assert finished_before(output, ids)
+    with pytest.raises(JournalError, match=r"out\.jsonl exists"):
+        finished_before(output, ids[1:])
+    output.write_text("something else\n")
+    with pytest.raises(JournalError, match="remove it"):
+        finished_before(output, ids)
