@@ -113,7 +113,23 @@ class ScriptedEngine(EngineDeployment):
             os._exit(1)
 
     async def state(self) -> dict[str, Any]:
-        return {"replica": self._replica, "seen": self._scripted.seen, "open": self._scripted.open}
+        return {"replica": self._replica, "pid": os.getpid(), "seen": self._scripted.seen, "open": self._scripted.open}
+
+
+class MortalEngine(EngineDeployment):
+    """The real one, which can be killed from outside, or from inside its owner thread."""
+
+    async def process(self) -> tuple[str, int]:
+        return self._replica, os.getpid()
+
+    async def break_engine(self, replica: str) -> None:
+        if replica == self._replica:
+            assert self._actor._owner is not None
+            self._actor._owner.post(_break)
+
+
+def _break() -> None:
+    raise RuntimeError("broken by a test")
 
 
 class MeasuredEngine(EngineDeployment):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -25,7 +27,10 @@ from engine_actor.turns import (
     TurnTokens,
     session_key,
 )
+from serve_app.app import ENGINES
 from serve_app.handle_client import HandleEngineClient
+from serve_app.local_ray import APPLICATION
+from serve_app.routing.known_replicas import known_replicas
 
 KEY, OTHER_KEY = "key-of-team-a", "key-of-team-b"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -196,6 +201,30 @@ async def test_every_path_but_health_wants_a_key(base_url: str, engines: Deploym
         assert (await stranger.get("/health")).status_code == 200
         assert (await stranger.get(path)).status_code == 401
         assert (await stranger.get(path, headers={"Authorization": "Bearer wrong-key"})).status_code == 401
+
+
+async def test_an_answer_leaves_a_replica_that_is_stopped_and_ends_there_when_that_goes_on(
+    client: HandleEngineClient, engines: DeploymentHandle
+) -> None:
+    stream = client.stream_turn(request("slow-stopped", "stopped"), routing_key=session_key("o", "stopped"))
+    async with aclosing(stream):
+        home = (await anext(stream)).replica
+        [pid] = [state["pid"] for state in await states(engines) if state["replica"] == home]
+        os.kill(pid, signal.SIGSTOP)
+        tokens: list[int] = []
+        try:
+            while home not in known_replicas(APPLICATION, ENGINES).silent:
+                tokens += (await anext(stream)).token_ids
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+        def moved(seen: list[dict[str, Any]]) -> bool:
+            return {state["replica"] == home for state in seen if "slow-stopped" in state["open"]} == {False}
+
+        await until(moved, engines)
+        tokens += (await anext(stream)).token_ids
+        assert tokens == [LETTERS[i % 4] for i in range(len(tokens))]
+    await until(is_gone("slow-stopped"), engines)
 
 
 async def test_an_answer_whose_replica_dies_goes_on_elsewhere_and_so_does_the_next_turn(
