@@ -328,6 +328,7 @@ class Engine:
         self._lifecycle.check_call()
         cache = self._cache.stats()
         records = self._lifecycle.records.values()
+        open_turns = (RequestStatus.ACTIVE, RequestStatus.ASSIGNED)
         return {
             **self.metrics.as_dict(),
             "blocks_usable": cache.usable,
@@ -337,6 +338,7 @@ class Engine:
             "requests": len(records),
             "running": sum(record.status is RequestStatus.ACTIVE for record in records),
             "waiting": sum(record.status is RequestStatus.ASSIGNED for record in records),
+            "tokens_due": sum(r.history.length - r.processed for r in records if r.status in open_turns),
             "pending_events": len(self._events),
         }
 

@@ -13,8 +13,9 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from serve_app.autoscaling import EnginePolicy
 from serve_app.config import AppArgs
 from serve_app.deployments import EngineDeployment, Ingress
 from serve_app.handle_response_store import LEASE_SECONDS
@@ -34,6 +35,8 @@ CONSTRUCTOR_TRIES = 2
 # A health check answers from what is known at once. One that takes longer comes from a process that was stopped or
 # whose event loop hangs; three in a row and Serve replaces it.
 HEALTH_CHECK_TIMEOUT_SECONDS = 5.0
+# How often an engine reports what presses it.
+PRESSURE_SECONDS = 1.0
 ROUTER = "serve_app.routing.sticky_router.StickyRouter"
 
 
@@ -63,7 +66,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
         .options(
             **common,
             name=ENGINES,
-            num_replicas=args.replicas,
+            **_number_of_engines(args),
             ray_actor_options=resources,
             request_router_config=RequestRouterConfig(
                 request_router_class=ROUTER,
@@ -92,3 +95,21 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
         .bind(args, keys, engines, responses)
     )
     return application
+
+
+def _number_of_engines(args: AppArgs) -> dict[str, Any]:
+    if not args.autoscales:
+        return {"num_replicas": args.replicas}
+    least, most = args.replica_bounds()
+    policy = AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs={"target": args.target_pressure})
+    scaling = AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=most,
+        initial_replicas=args.replicas,
+        metrics_interval_s=PRESSURE_SECONDS,
+        look_back_period_s=max(3 * PRESSURE_SECONDS, args.upscale_delay_seconds),
+        upscale_delay_s=args.upscale_delay_seconds,
+        downscale_delay_s=args.downscale_delay_seconds,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}

@@ -9,41 +9,26 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.options import Numerics
+from serve_app.config_values import Memory, check_key, keys_of_file
 from serve_app.ingress.settings import IngressSettings, SamplingDefaults
 from serve_app.responses.store import StoreLimits
 
 API_KEYS_VARIABLE = "MOORAGE_API_KEYS"
-
-_UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-
-
-def parse_memory(value: object) -> float:
-    """A share of memory in (0, 1], or bytes > 1, from 0.3, "0.3", 2147483648, "2GiB" or "512 MB"."""
-    wanted = 'a share such as 0.3, or bytes such as "2GiB"'
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"must be {wanted}, not {value!r}")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", str(value))
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"must be {wanted}, not {value!r}")
-    amount = float(match[1]) * _UNITS[match[2].upper()]
-    if not 0 < amount <= 2**50 or (match[2] and amount <= 1):
-        raise ValueError(f"must be {wanted}, not {value!r}")
-    return amount
-
-
-Memory = Annotated[float, BeforeValidator(parse_memory)]
 
 
 class AppArgs(BaseModel):
@@ -71,7 +56,39 @@ class AppArgs(BaseModel):
     )
 
     # Replicas and what they ask of Ray
-    replicas: int = Field(1, ge=1, le=4096, description="Engine replicas, each with its own copy of the model.")
+    replicas: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="Engine replicas, each with its own copy of the model; at the start, if they vary.",
+    )
+    min_replicas: int | None = Field(
+        None,
+        ge=0,
+        le=4096,
+        description="Replicas that stay when little is asked. 0: none while nobody asks; the first request then waits "
+        "for one to start. Default: `replicas`.",
+    )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Replicas at most. Between min_replicas and this Ray Serve adds and removes them by load, and the "
+        "cluster's autoscaler nodes for them. Default: `replicas`.",
+    )
+    target_pressure: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="Share of a replica that autoscaling wants in use: of its batch, of its KV pool, or of the prompts "
+        "it can compute soon, whichever is most.",
+    )
+    upscale_delay_seconds: float = Field(
+        5.0, ge=0, le=86_400, description="How long more replicas must be wanted before they are started."
+    )
+    downscale_delay_seconds: float = Field(
+        300.0, ge=0, le=86_400, description="How long fewer must be wanted before one is stopped."
+    )
     ingress_replicas: int = Field(1, ge=1, le=256, description="Processes that speak HTTP and render prompts.")
     cpus_per_replica: float | None = Field(
         None,
@@ -164,8 +181,12 @@ class AppArgs(BaseModel):
         "text",
         description="How replicas and ingress processes write their logs: text or json, one object a line.",
     )
-    placement_timeout_seconds: float = Field(
-        10.0, gt=0, le=3600, description="How long a turn waits for any replica to exist before it gets 503."
+    placement_timeout_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="How long a turn waits for any replica to exist before it gets 503. Default: 10; 900 where "
+        "min_replicas is 0.",
     )
     graceful_shutdown_timeout_seconds: float = Field(
         600.0,
@@ -188,6 +209,17 @@ class AppArgs(BaseModel):
             raise ValueError("true and false are not values of this field")
         return value
 
+    @model_validator(mode="after")
+    def _replicas_in_bounds(self) -> Self:
+        least, most = self.replica_bounds()
+        if most == 0:
+            raise ValueError("replicas is 0, and without max_replicas it stays so")
+        if not least <= self.replicas <= most:
+            raise ValueError(
+                f"replicas must be from min_replicas to max_replicas: {self.replicas} is not from {least} to {most}"
+            )
+        return self
+
     @field_validator("api_keys", mode="before")
     @classmethod
     def _plain_keys(cls, value: Any) -> Any:
@@ -198,7 +230,7 @@ class AppArgs(BaseModel):
     @classmethod
     def _usable_keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for key in value:
-            _check_key(key.get_secret_value())
+            check_key(key.get_secret_value())
         return value
 
     def load_api_keys(self) -> tuple[SecretStr, ...]:
@@ -206,11 +238,11 @@ class AppArgs(BaseModel):
         ValueError."""
         keys = [key.get_secret_value() for key in self.api_keys]
         if self.api_key_file is not None:
-            keys += _keys_of_file(self.api_key_file)
+            keys += keys_of_file(self.api_key_file)
         from_environment = [key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",")]
         keys += [key for key in from_environment if key]
         for key in keys:
-            _check_key(key)
+            check_key(key)
         return tuple(SecretStr(key) for key in dict.fromkeys(keys))
 
     def model_name(self) -> str:
@@ -220,8 +252,23 @@ class AppArgs(BaseModel):
         path = Path(self.model)
         return path.stem if path.suffix == ".gguf" else path.resolve().name if path.is_dir() else self.model
 
+    def replica_bounds(self) -> tuple[int, int]:
+        """Least and most replicas; equal without autoscaling. With it, `replicas` are there at the start."""
+        least = self.replicas if self.min_replicas is None else self.min_replicas
+        return least, self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def autoscales(self) -> bool:
+        least, most = self.replica_bounds()
+        return least < most
+
+    def resolved_placement_timeout(self) -> float:
+        if self.placement_timeout_seconds is not None:
+            return self.placement_timeout_seconds
+        return 900.0 if self.min_replicas == 0 else 10.0
+
     def resolved_threads(self, cores: int) -> int:
-        return self.threads or max(1, cores // self.replicas)
+        return self.threads or max(1, cores // self.replica_bounds()[1])
 
     def resolved_cpus(self, cores: int) -> float:
         """CPUs of a replica such that all of them and the ingress fit on a machine of `cores`; the Serve
@@ -229,7 +276,7 @@ class AppArgs(BaseModel):
         if self.cpus_per_replica is not None:
             return self.cpus_per_replica
         left = max(cores - self.ingress_replicas * self.cpus_per_ingress, 0.0)
-        fitting = math.floor(left / self.replicas * 100) / 100
+        fitting = math.floor(left / self.replica_bounds()[1] * 100) / 100
         return max(0.01, min(float(self.resolved_threads(cores)), fitting))
 
     def resolved_gpus(self, cluster_gpus: float) -> float:
@@ -253,7 +300,7 @@ class AppArgs(BaseModel):
 
     def actor_options(self, *, cores: int, on_gpu: bool) -> ActorOptions:
         """Options of one engine. `model` is as given: each process resolves it on its own node."""
-        share = self.kv_memory if on_gpu or self.kv_memory > 1 else self.kv_memory / self.replicas
+        share = self.kv_memory if on_gpu or self.kv_memory > 1 else self.kv_memory / self.replica_bounds()[1]
         return ActorOptions(
             model=self.model,
             dtype=self.dtype,
@@ -308,20 +355,3 @@ def describe_errors(error: ValidationError) -> list[str]:
         shown = "" if "api_key" in name or item["type"] == "missing" else f" (got {item['input']!r})"
         lines.append(f"{name}: {item['msg']}{shown}")
     return lines
-
-
-def _keys_of_file(path: Path) -> list[str]:
-    try:
-        lines = path.expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"api_key_file {str(path)!r} cannot be read: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    if not keys:
-        raise ValueError(f"api_key_file {str(path)!r} holds no key")
-    return keys
-
-
-def _check_key(key: str) -> None:
-    """A header value must carry it: printable ASCII without spaces."""
-    if not re.fullmatch(r"[!-~]{8,512}", key):
-        raise ValueError("an API key must be 8 to 512 printable ASCII characters without spaces")

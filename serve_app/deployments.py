@@ -27,6 +27,7 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
 from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from serve_app.autoscaling import PRESSURE, pressure
 from serve_app.channel.call import TurnPlaced
 from serve_app.channel.outbox import Batch, Outboxes
 from serve_app.config import AppArgs
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moorage.engine")
 
+STORE_TIMEOUT_SECONDS = 10.0
+
 
 class EngineDeployment:
     """One engine and its model. Everything but `stream_turn` answers at once."""
@@ -64,6 +67,7 @@ class EngineDeployment:
             from engine_actor.actor import EngineActor
 
         self._model_name = model_name
+        self._options = options
         self._replica: str = serve.get_replica_context().replica_id.unique_id
         self._outboxes = Outboxes()
         with watch.step("fetch model"):
@@ -161,6 +165,15 @@ class EngineDeployment:
     def check_health(self) -> None:
         self._actor.check_health()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this where the application autoscales."""
+        stats, options = await self._actor.stats(), self._options
+        return {
+            PRESSURE: pressure(
+                stats, max_batch_size=options.max_batch_size, max_scheduled_tokens=options.max_scheduled_tokens
+            )
+        }
+
     def record_routing_stats(self) -> dict[str, object]:
         return self._actor.routing_stats()
 
@@ -193,8 +206,8 @@ class Ingress:
         path = await asyncio.to_thread(resolve_model, args.model)
         self._prompts = await asyncio.to_thread(lambda: PromptBuilder(load_tokenizer(path)))
         self._settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
-        self._client = HandleEngineClient(engines, placement_timeout=args.placement_timeout_seconds)
-        self._store = HandleResponseStore(responses, timeout=args.placement_timeout_seconds)
+        self._client = HandleEngineClient(engines, placement_timeout=args.resolved_placement_timeout())
+        self._store = HandleResponseStore(responses, timeout=STORE_TIMEOUT_SECONDS)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this when the constructor is done."""

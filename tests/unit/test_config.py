@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve_app.config import AppArgs, describe_errors, parse_memory
+from serve_app.config import AppArgs, describe_errors
+from serve_app.config_values import parse_memory
 from serve_app.ingress.settings import IngressSettings, SamplingDefaults
 
 
@@ -27,7 +28,7 @@ def test_memory_that_makes_no_sense_is_refused(given: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("replicas", 0),
+        ("replicas", -1),
         ("replicas", True),
         ("kv_memory", "much"),
         ("dtype", "float16"),
