@@ -353,5 +353,5 @@ def describe_errors(error: ValidationError) -> list[str]:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"]) or "arguments"
         shown = "" if "api_key" in name or item["type"] == "missing" else f" (got {item['input']!r})"
-        lines.append(f"{name}: {item['msg']}{shown}")
+        lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{shown}")
     return lines

@@ -95,7 +95,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: str, said: str) 
 
 def test_a_bad_flag_is_refused_with_its_name() -> None:
     with pytest.raises(StartFailed, match="replicas:"):
-        read_args(None, {"replicas": 0})
+        read_args(None, {"replicas": -1})
     assert runner.invoke(app, ["serve", "--replicas", "0"]).exit_code == 2
 
 
