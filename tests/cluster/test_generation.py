@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy, MeasuredEngine
+
+from serve_app.telemetry.metrics import METRICS, Kind
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 POOL = "16MiB"  # about 45 blocks: eleven answers of four blocks at a time
@@ -209,3 +213,20 @@ async def test_memory_does_not_grow_with_requests(http: httpx.AsyncClient, engin
     after = await each(engines, "resident_bytes")
     assert all(abs(b - a) <= 0.05 * a for a, b in zip(sorted(before), sorted(after), strict=True)), (before, after)
     await assert_nothing_is_left(engines)
+
+
+async def test_ray_exports_the_metrics_of_both_replicas_under_vllms_names(http: httpx.AsyncClient) -> None:
+    await whole(http, CHAT, said("Name a colour.", max_tokens=4))
+    [node] = ray.nodes()
+    always = {name for metric in METRICS if metric.kind is Kind.GAUGE for name in metric.exported}
+    after_turns = {"vllm_generation_tokens_total", "vllm_request_success_total", "moorage_step_seconds_total"}
+    wanted = always | {f"ray_{name}" for name in after_turns} | {"ray_vllm_time_to_first_token_seconds_bucket"}
+    running = re.compile(r'^ray_vllm_num_requests_running\{.*engine="0".*model_name="smollm2".*replica="(\w+)"', re.M)
+    found: set[str] = set()
+    for _ in range(120):  # Ray collects every ten seconds
+        text = (await http.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics")).text
+        found = set(re.findall(r"^(ray_\w+)\{", text, re.M))
+        if wanted <= found and len(set(running.findall(text))) == 2:
+            return
+        await asyncio.sleep(1)
+    pytest.fail(f"not exported: {sorted(wanted - found)}")
