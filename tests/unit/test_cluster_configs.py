@@ -195,12 +195,22 @@ def test_the_rayjob_runs_the_batch_command_on_files_that_its_driver_has() -> Non
     words = job["entrypoint"].split()
     assert words[:3] == ["python", "-m", "serve_app.jobs.batch"]
     flags = dict(zip(words[3::2], words[4::2], strict=True))
-    assert set(flags) == {"--input", "--output", "--model"}
     head, container = pods(job["rayClusterSpec"])[0]
-    [mount] = container["volumeMounts"]
-    assert all(flags[name].startswith(mount["mountPath"] + "/") for name in ("--input", "--output"))
-    claim = head["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    folders = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert flags["--input"].startswith(folders["data"] + "/")
+    assert flags["--output"].startswith(folders["data"] + "/")
+    sources = {volume["name"]: volume for volume in head["volumes"]}
+    claim = sources["data"]["persistentVolumeClaim"]["claimName"]
     assert files["PersistentVolumeClaim"]["metadata"]["name"] == claim
+    assert files["ConfigMap"]["metadata"]["name"] == sources["config"]["configMap"]["name"]
+    [(name, content)] = files["ConfigMap"]["data"].items()
+    assert flags.pop("--config") == f"{folders['config']}/{name}"
+    args = AppArgs.model_validate({"model": flags["--model"], **yaml.safe_load(content)})
+    [workers] = job["rayClusterSpec"]["workerGroupSpecs"]
+    [(_, worker)] = pods(job["rayClusterSpec"])[1:]
+    assert args.gpus_per_replica == float(worker["resources"]["limits"]["nvidia.com/gpu"])
+    assert args.replicas == workers["replicas"]
+    assert set(flags) == {"--input", "--output", "--model"}
 
 
 # -- what is watched ---------------------------------------------------------------------------------------------------
