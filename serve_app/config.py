@@ -195,7 +195,11 @@ class AppArgs(BaseModel):
         description="How long a replica that is stopped may finish its answers. Must exceed the longest answer.",
     )
     health_check_period_seconds: float = Field(
-        1.0, gt=0, le=600, description="How often Serve asks a replica if it is well; three failures replace it."
+        1.0,
+        gt=0,
+        le=600,
+        description="How often Serve asks a replica if it is well; three failures, or three times 5 s without an "
+        "answer, replace it.",
     )
     routing_stats_period_seconds: float = Field(
         0.3, gt=0, le=60, description="How often replicas report residency and load to the routers."

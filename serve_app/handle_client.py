@@ -7,6 +7,8 @@ ask again. What happens when a replica is lost is in `failover`, how deltas trav
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -23,6 +25,8 @@ from serve_app.failover.watch import ReplicaWatch
 from serve_app.routing.known_replicas import known_replicas
 from serve_app.routing.sticky_router import ONLY
 
+logger = logging.getLogger("moorage")
+
 _CONTROL_TIMEOUT_SECONDS = 5.0
 _READY_TIMEOUT_SECONDS = 2.0
 
@@ -35,9 +39,9 @@ class HandleEngineClient:
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
-        known = known_replicas(handle.app_name, handle.deployment_name)
-        self._caller = ChannelCaller(handle, known)
-        self._watch = ReplicaWatch(self._sign_of_life, known)
+        self._known = known_replicas(handle.app_name, handle.deployment_name)
+        self._caller = ChannelCaller(handle, self._known)
+        self._watch = ReplicaWatch(self._sign_of_life, self._known)
         self._counters = FailoverCounters()
         self._placement_timeout = placement_timeout
         self._context_limit: int | None = None
@@ -92,10 +96,17 @@ class HandleEngineClient:
         return self._context_limit
 
     async def ready(self) -> bool:
-        try:
-            return any(await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS))
-        except (TimeoutError, RayActorError):
-            return False
+        """Once a replica does not answer, each is asked by itself, so that it does not speak for all."""
+        if not self._known.silent:
+            try:
+                return any(await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS))
+            except RayActorError:
+                return False
+            except TimeoutError:
+                logger.info("not all replicas said in time whether they are ready")
+        questions = (asyncio.wait_for(self._sign_of_life(r), _READY_TIMEOUT_SECONDS) for r in self._known.running)
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        return any(not isinstance(answer, BaseException) and answer[1] for answer in answers)
 
     async def _broadcast(self, method: str, *args: Any, timeout: float = _CONTROL_TIMEOUT_SECONDS) -> list[Any]:
         """The answers of all replicas; those that failed are left out, unless all did: then the first error

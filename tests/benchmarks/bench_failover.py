@@ -111,7 +111,7 @@ async def processes(engines: DeploymentHandle, wanted: int) -> dict[str, int]:
     while True:
         with contextlib.suppress(Exception):  # of a replica that is dying, or none
             answers = await engines.broadcast("process").results_async(timeout_s=5, return_exceptions=True)
-            found = dict(answer for answer in answers if isinstance(answer, tuple))
+            found: dict[str, int] = dict(answer for answer in answers if isinstance(answer, tuple))
             if len(found) == wanted:
                 return found
         await asyncio.sleep(0.2)
@@ -186,8 +186,11 @@ def start(options: argparse.Namespace) -> tuple[str, DeploymentHandle]:
     return f"http://127.0.0.1:{port}", serve.get_deployment_handle(ENGINES, APPLICATION)
 
 
-def percentile(values: list[float], share: float) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
+def described(seconds: list[float]) -> str:
+    if len(seconds) < 2:
+        return "too few"
+    shares = statistics.quantiles(seconds, n=100, method="inclusive")
+    return f"p50 {shares[49]:.2f} s, p99 {shares[98]:.2f} s, longest {max(seconds):.2f} s"
 
 
 async def measure(options: argparse.Namespace, url: str, engines: DeploymentHandle, console: Console) -> int:
@@ -209,16 +212,10 @@ async def measure(options: argparse.Namespace, url: str, engines: DeploymentHand
         console.print(f"question {number}: {answer.error or 'another text'}")
     usual = [b - a for answer in expected for a, b in itertools.pairwise(answer.arrivals)]
     gaps = run.gaps()
-    console.print(
-        f"{len(run.answers)} answers on {options.replicas} replicas, {len(run.kills)} of them lost one by one"
-    )
+    console.print(f"{len(run.answers)} answers, {len(run.kills)} losses of one of {options.replicas} replicas")
     console.print(f"answers that failed or differ: {len(wrong) + sum(bool(a.error) for a in expected)}")
-    console.print(
-        f"gap between chunks, undisturbed: p50 {percentile(usual, 0.5):.2f} s, p99 {percentile(usual, 0.99):.2f} s"
-    )
-    if len(gaps) > 1:
-        shown = f"p50 {percentile(gaps, 0.5):.2f} s, p99 {percentile(gaps, 0.99):.2f} s, longest {max(gaps):.2f} s"
-        console.print(f"gap in {len(gaps)} answers at the loss of their replica: {shown}")
+    console.print(f"gap between chunks, undisturbed: {described(usual)}")
+    console.print(f"gap at the loss of the replica, in {len(gaps)} answers: {described(gaps)}")
     return int(bool(wrong) or any(answer.error for answer in expected))
 
 

@@ -148,6 +148,8 @@ class Broadcast:
         self._answers = answers
 
     async def results_async(self, **_: Any) -> list[Any]:
+        if TimeoutError in self._answers:  # then Ray has no answer at all
+            raise TimeoutError
         return self._answers
 
 

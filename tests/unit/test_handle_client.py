@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine_actor.turns import ForkOutcome, SessionInfo
+from serve_app import handle_client
 from tests.support.failing_replicas import Replicas, client_of
 
 
@@ -29,3 +32,20 @@ async def test_a_name_that_any_replica_knows_is_taken() -> None:
     handle = Replicas(sessions=[[], [SessionInfo("b", "public", "r", 1, 1, 1, False, 0.0)]])
     assert await client_of(handle).fork_session("public", "a", "b") is ForkOutcome.EXISTS
     assert handle.asked == [("sessions", "public")]
+
+
+@pytest.mark.parametrize(
+    ("works", "ready"),
+    [({"a": None}, True), ({"a": None, "b": ("b", False)}, False), ({"a": None, "b": RuntimeError()}, False)],
+)
+async def test_a_replica_that_does_not_answer_does_not_speak_for_all(
+    monkeypatch: pytest.MonkeyPatch, works: dict[str, Any], ready: bool
+) -> None:
+    monkeypatch.setattr(handle_client, "_READY_TIMEOUT_SECONDS", 0.05)
+    replicas = Replicas(works=works, accepting=[True, TimeoutError])
+    replicas.known.set_running(["a", "b"])
+    client = client_of(replicas)
+    assert await client.ready() is ready
+    replicas.known.set_silent("a", True)
+    assert await client.ready() is ready
+    assert replicas.asked == [("accepting",)], "nobody waits twice for a replica that is known to be silent"
