@@ -50,6 +50,8 @@ PROFILES = {
     "thorough": settings(max_examples=10_000, stateful_step_count=12, deadline=None, derandomize=False),
 }
 PROFILE = PROFILES.get(os.environ.get("HYPOTHESIS_PROFILE", "ci"), PROFILES["ci"])
+if PROFILE is PROFILES["thorough"]:
+    pytestmark = pytest.mark.timeout(0)  # an hour and more
 
 SAMPLED = SamplingParams(temperature=1.0, seed=99)
 prompts = st.lists(st.sampled_from([2, 3]), min_size=1, max_size=11)
