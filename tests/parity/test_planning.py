@@ -467,3 +467,14 @@ def test_of_two_running_rows_that_lack_a_block_the_one_that_was_passed_over_goes
         room.step()
     dormant.pop().close()
     assert selected(room) == [(second if bounded else first).id]
+
+
+@pytest.mark.parity("F117", "F120")
+def test_what_is_missing_is_said_for_the_request_that_lacks_most() -> None:
+    room = room_of()
+    continued = room.dormant([5] * 7)
+    room.dormant([6])
+    continued.begin_turn([7, 8])  # ten positions: a third block
+    room.add([9])  # a third resident
+    (event,) = room.step()
+    assert event.message == "2 requests wait; 1 blocks and 1 places are missing"
