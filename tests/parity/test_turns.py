@@ -312,6 +312,15 @@ def test_of_several_reasons_the_first_in_order_is_given(
     assert run_out(engine)[-1].finish_reason is reason
 
 
+@pytest.mark.parity("F027")
+def test_a_stop_token_is_one_even_where_it_is_an_eos_that_the_turn_ignores() -> None:
+    engine = build_engine(ForcedDecoder(EOS))
+    request = engine.create_request()
+    request.begin_turn(P10, TurnOptions(9, ignore_eos=True, stop_token_ids=frozenset({EOS})))
+    [event] = run_out(engine)
+    assert (event.token, event.finish_reason) == (None, FinishReason.STOP_SEQUENCE)
+
+
 @pytest.mark.parity("F028", "F029", "F030", "F031")
 def test_eos_is_neither_appended_nor_emitted_nor_replayed() -> None:
     """LC-03."""
@@ -339,6 +348,20 @@ def test_ignored_eos_is_a_token_like_any_other() -> None:
     request.begin_turn(P10, TurnOptions(2, ignore_eos=True))
     assert tokens_of(run_out(engine), request) == [EOS, EOS]
     assert request.tokens == [*P10, EOS, EOS]
+
+
+@pytest.mark.parity("F278")
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_nothing_that_would_end_a_turn_is_chosen_before_its_minimum(least: int) -> None:
+    """C12: per turn. EOS is the model's choice, the next one is a stop token, the one after it is neither."""
+    decoder = ForcedDecoder()
+    decoder.row_logits = lambda _: np.array([0.0, 9.0, 8.0, 7.0] + [0.0] * 28, np.float32)  # type: ignore[method-assign]
+    engine = build_engine(decoder)
+    request = engine.create_request()
+    for _ in range(2):
+        request.begin_turn(P10, TurnOptions(9, min_generated_tokens=least, stop_token_ids=frozenset({2})))
+        events = run_out(engine)
+        assert tokens_of(events, request) == [3] * least and events[-1].finish_reason is FinishReason.EOS
 
 
 @pytest.mark.parity("F029", "F030", "F031")
