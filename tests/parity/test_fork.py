@@ -132,6 +132,30 @@ def test_lb06_lb07_lb08_lb09_a_source_that_is_released_before_its_copy_is_corrup
     assert read == [*range(100, 108), *tail[: processed - 8]]
 
 
+@pytest.mark.parity("F176")
+def test_a_release_that_breaks_off_drops_no_share_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = lab_parent(10)
+    for child in (2, 3):
+        cache.fork(1, child, 10)
+    reservation = cache.reserve([demand(cache, child, 11) for child in (2, 3)])
+    assert reservation.copies == ((3, 4), (3, 5))
+    free, freed = cache.pool.free, []
+
+    def second_fails(blocks: list[int]) -> None:
+        freed.append(list(blocks))
+        if len(freed) == 2:
+            raise RuntimeError("broken off")
+        free(blocks)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.pool, "free", second_fails)
+        with pytest.raises(RuntimeError, match="broken off"):
+            reservation.release()
+    reservation.abandon()
+    assert freed == [[5], [4]] and cache.pool.owner_count(3) == 3
+    assert [table_of(cache, request) for request in (1, 2, 3)] == [[1, 2, 3]] * 3
+
+
 # -- through the engine -----------------------------------------------------------------------------------------------
 
 

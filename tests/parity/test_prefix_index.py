@@ -306,3 +306,21 @@ def test_rewind_into_a_shared_block_falls_to_its_start() -> None:
     first.begin_turn([34], first._record.turn_options)
     room.run_out()
     assert room.tokens[first.id][-1] == solo(first.tokens[:11], 1)[0]
+
+
+def test_what_follows_a_rewind_is_not_indexed_under_what_was_forgotten() -> None:
+    """The second of two equal prompts keeps private blocks; after its rewind it goes on in another way."""
+    room = reuse(block_size=4)
+    pair = [room.add(EIGHT_UP, max_generated_tokens=1) for _ in range(2)]
+    room.run_out()
+    second = pair[1]
+    assert not any(room.pool.is_indexed(block) for block in room.blocks(second))
+    second.rewind(4)
+    second.begin_turn([40, 41, 42, 43, 44], second._record.turn_options)
+    room.run_out()
+    for beginning, cached in ((EIGHT_UP[:8], 8), (EIGHT_UP[:4], 8)):
+        prompt = [*beginning, 40, 41, 42, 43, 50]
+        request = room.add(prompt, max_generated_tokens=1)
+        room.run_out()
+        assert (request.usage.cached_tokens, room.tokens[request.id]) == (cached, solo(prompt, 1))
+        request.close()
