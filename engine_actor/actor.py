@@ -32,6 +32,7 @@ from engine_actor.sessions import Detokenize, SessionTable
 from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import (
     ForkOutcome,
+    MovedSession,
     RefusalCode,
     SessionInfo,
     TurnDelta,
@@ -217,6 +218,14 @@ class EngineActor:
     async def sessions(self, owner: str | None = None) -> list[SessionInfo]:
         """Resident sessions of one owner, or of all."""
         return await self._on_owner(lambda loop: loop.sessions.infos(owner))
+
+    async def dormant_sessions(self) -> list[MovedSession]:
+        """All conversations that no turn is using, for another replica to `adopt`."""
+        return await self._on_owner(lambda loop: loop.sessions.dormant())
+
+    async def adopt(self, moved: MovedSession) -> bool:
+        """Takes over a conversation of another replica; False if it is known here."""
+        return await self._on_owner(lambda loop: loop.sessions.adopt(moved))
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start, and the memory and requests of this moment."""

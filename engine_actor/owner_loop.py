@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine_actor.conversation import Conversation
 from engine_actor.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.heartbeat import SNAPSHOT_SECONDS, Heartbeat, Snapshot
 from engine_actor.outcomes import StepOutcome, StepReport
 from engine_actor.request import FinishReason
-from engine_actor.sessions import BegunTurn, Conversation, SessionTable
+from engine_actor.sessions import BegunTurn, SessionTable
 from engine_actor.turns import (
     EndReason,
     RefusalCode,

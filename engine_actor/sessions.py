@@ -17,50 +17,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from engine_actor.conversation import Answer, Conversation, common_prefix, options_of
 from engine_actor.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, InvalidCall, InvalidOption
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.outcomes import Deferral
 from engine_actor.request import Request, RequestStatus
-from engine_actor.turns import ForkOutcome, OwnTokens, SessionInfo, TurnRequest, session_key
+from engine_actor.turns import ForkOutcome, HistorySpan, MovedSession, OwnTokens, SessionInfo, TurnRequest, session_key
 
 Detokenize = Callable[[Sequence[int]], str]
 
-SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one turn have different seeds, however many they are
 REMEMBERED_PER_SESSION = 4  # evicted conversations whose tokens are remembered, as a multiple of max_sessions
-
-
-@dataclass(slots=True)
-class Answer:
-    """Tokens [start, end) of a conversation are an answer: the client said so, and what its text's digest is, or they
-    were generated here, and the digest is computed when it is needed."""
-
-    start: int
-    end: int
-    digest: bytes | None = None
-
-
-@dataclass(slots=True)
-class Conversation:
-    """`request` is None once its memory was evicted; `tokens` then keeps the sequence. `waiting` holds the turns that
-    follow the running one; they are the owner loop's."""
-
-    key: str
-    owner: str
-    session_id: str
-    last_used: float
-    request: Request | None = None
-    tokens: list[int] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    running: bool = False
-    waiting: deque[object] = field(default_factory=deque)
-
-    def sequence(self) -> list[int]:
-        return self.request.tokens if self.request is not None else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +41,6 @@ class BegunTurn:
     prompt_tokens: int
     cached_tokens: int
     own_tokens: OwnTokens = ()
-
-
-def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
-    """What the engine is told for one choice of a turn. Choices differ in their random streams alone."""
-    sampling = turn.sampling
-    if choice:
-        sampling = replace(sampling, seed=(sampling.seed + choice * SEED_STEP) % 2**64)
-    return TurnOptions(
-        turn.max_generated_tokens,
-        sampling,
-        turn.stop_token_ids,
-        turn.ignore_eos,
-        turn.priority,
-        turn.min_generated_tokens,
-        turn.logprobs,
-        turn.resumed_tokens or 0,
-    )
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix, compared in slices, since both are long and mostly equal."""
-    limit, step, at = min(len(a), len(b)), 512, 0
-    while at < limit and a[at : at + step] == b[at : at + step]:
-        at += step
-    at = min(at, limit)
-    while at < limit and a[at] == b[at]:
-        at += 1
-    return at
 
 
 class SessionTable:
@@ -245,6 +188,38 @@ class SessionTable:
             text = self._detokenize(sequence[answer.start : answer.end])
             answer.digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
         return answer.digest
+
+    # -- moving to another replica ------------------------------------------------------------------------------------
+
+    def dormant(self) -> list[MovedSession]:
+        """Every conversation that no turn is using, as another replica would take it over; those used last come first,
+        since they are the likeliest to go on."""
+        now = self._clock()
+        return [
+            self._moved(conversation, now)
+            for conversation in reversed(self._conversations.values())
+            if not conversation.running and not conversation.waiting and conversation.sequence()
+        ]
+
+    def _moved(self, conversation: Conversation, now: float) -> MovedSession:
+        sequence = conversation.sequence()
+        spans = (HistorySpan(a.start, a.end, self._digest(a, sequence)) for a in conversation.answers)
+        answers = tuple(spans) if self._detokenize is not None else ()
+        idle = now - conversation.last_used
+        return MovedSession(conversation.owner, conversation.session_id, tuple(sequence), answers, idle)
+
+    def adopt(self, moved: MovedSession) -> bool:
+        """Remembers a conversation that another replica had, as one whose memory was evicted; False if it is known
+        here, since what is known here is newer."""
+        key = session_key(moved.owner, moved.session_id)
+        if key in self._conversations:
+            return False
+        last_used = self._clock() - moved.idle_seconds
+        conversation = Conversation(key, moved.owner, moved.session_id, last_used, tokens=list(moved.tokens))
+        conversation.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
+        self._conversations[key] = conversation
+        self._forget_surplus()
+        return True
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

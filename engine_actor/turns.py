@@ -166,6 +166,21 @@ class SessionInfo:
     idle_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class MovedSession:
+    """A dormant conversation on its way to another replica: what it takes to go on there, token for token.
+
+    tokens   the whole sequence
+    answers  [start, end) in it and the sha256 digest of the text, of answers in order
+    """
+
+    owner: str
+    session_id: str
+    tokens: tuple[int, ...]
+    answers: tuple[HistorySpan, ...]
+    idle_seconds: float
+
+
 class ForkOutcome(StrEnum):
     """What became of the wish to fork a session."""
 

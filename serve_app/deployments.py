@@ -26,7 +26,7 @@ from ray.serve.handle import DeploymentHandle
 from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
 from engine_actor.stopwatch import Stopwatch
-from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.turns import ForkOutcome, MovedSession, SessionInfo, TurnDelta, TurnRequest
 from serve_app.autoscaling import PRESSURE, pressure
 from serve_app.channel.call import TurnPlaced
 from serve_app.channel.outbox import Batch, Outboxes
@@ -34,9 +34,11 @@ from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
 from serve_app.handle_client import HandleEngineClient
 from serve_app.handle_response_store import HandleResponseStore
+from serve_app.handover import Handover
 from serve_app.ingress.app import create_app
 from serve_app.local_ports import require_key_beyond_loopback
 from serve_app.model_store import resolve_model
+from serve_app.routing.known_replicas import known_replicas
 from serve_app.telemetry.logs import join_serve_log
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 from serve_app.telemetry.observers import StepWatch, TurnWatch
@@ -85,7 +87,14 @@ class EngineDeployment:
         self._start_seconds = watch.seconds | self._report.seconds
         steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._start_seconds.items())
         logger.info("%s: started: %s", self._replica, steps, extra={"start_seconds": self._start_seconds})
-        self._reporting = asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run())
+        context = serve.get_replica_context()
+        engines = serve.get_deployment_handle(context.deployment, context.app_name)
+        known = known_replicas(context.app_name, context.deployment)
+        self._handover = Handover(self._replica, self._actor, engines, known)
+        self._background = [
+            asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run()),
+            asyncio.create_task(self._handover.run()),
+        ]
 
     async def stream_turn(
         self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = ()
@@ -125,6 +134,11 @@ class EngineDeployment:
 
     async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
         return await self._actor.fork_session(owner, session_id, new_session_id)
+
+    async def adopt(self, moved: MovedSession, avoid: tuple[str, ...] = ()) -> bool:
+        """Takes over a conversation of a replica that is stopped; False if it is known here. `avoid` is for the router
+        alone."""
+        return await self._actor.adopt(moved)
 
     async def context_limit(self) -> int:
         """Longest sequence that this replica can hold."""
@@ -179,10 +193,11 @@ class EngineDeployment:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops, after its turns have ended or their time has run out."""
-        reporting = getattr(self, "_reporting", None)  # absent if the constructor failed
-        if reporting is not None:
-            reporting.cancel()
-        actor = getattr(self, "_actor", None)
+        for task in getattr(self, "_background", ()):  # absent if the constructor failed
+            task.cancel()
+        handover, actor = getattr(self, "_handover", None), getattr(self, "_actor", None)
+        if handover is not None:
+            await handover.finish()
         if actor is not None:
             await actor.stop()
 

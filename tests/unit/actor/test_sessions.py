@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_actor.sessions import common_prefix
+from engine_actor.conversation import common_prefix
 from engine_actor.turns import HistorySpan
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn

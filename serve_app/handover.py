@@ -1,0 +1,101 @@
+"""What becomes of the conversations of a replica that is stopped: their next homes remember them.
+
+Serve takes a replica out of every router's set at once and then waits for its calls to end. From that moment on its
+dormant conversations go, one call each, where the router sends their next turns; those that run follow when their turn
+has ended. What they take along is their tokens, so the next turn is matched token for token; the KV cache is computed
+anew there.
+
+    in the set        taken out           last call ends      gone
+    |------ turns ----|-- hand over, again and again --|-- the rest --|
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from ray.serve.handle import DeploymentHandle
+
+from engine_actor.turns import MovedSession, session_key
+from serve_app.routing.known_replicas import KnownReplicas
+from serve_app.routing.sticky_router import AVOID, ONLY
+
+if TYPE_CHECKING:
+    from engine_actor.actor import EngineActor
+
+logger = logging.getLogger("moorage.engine")
+
+_AGAIN_SECONDS = 0.5
+_AT_A_TIME = 16
+_CALL_SECONDS = 5.0
+_LAST_SECONDS = 10.0
+
+
+class Handover:
+    """Of one replica. `run` from its start on; `finish` when its last call has ended."""
+
+    def __init__(self, replica: str, actor: EngineActor, engines: DeploymentHandle, known: KnownReplicas) -> None:
+        self._replica = replica
+        self._actor = actor
+        self._adopters = engines.options(method_name="adopt")
+        self._signs = engines.options(method_name="sign_of_life")
+        self._known = known
+        self._handed: dict[str, int] = {}  # length of the sequence that the next home has, by session
+        self._taken_out = asyncio.Event()
+        self._was_in = False
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        self._known.listen(self._see)
+        # A call makes this process follow the set of replicas; it is answered when the first of them is there.
+        await self._signs.remote(**{ONLY: self._replica})
+        self._see(self._known.running)
+        await self._taken_out.wait()
+        logger.info("%s: is being stopped, and hands its conversations over", self._replica)
+        while True:
+            await self._hand_over()
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    def _see(self, running: frozenset[str]) -> None:
+        if self._replica in running:
+            self._was_in = True
+        elif self._was_in:
+            self._taken_out.set()
+
+    async def finish(self) -> None:
+        """The last conversations go; the time for it is bounded, for there may be nobody who takes them."""
+        try:
+            async with asyncio.timeout(_LAST_SECONDS):
+                await self._hand_over()
+        except TimeoutError:
+            logger.warning("%s: some conversations were not handed over in time", self._replica)
+        if self._handed:
+            logger.info("%s: %d conversations handed over", self._replica, len(self._handed))
+
+    async def _hand_over(self) -> None:
+        places = asyncio.Semaphore(_AT_A_TIME)
+
+        async def give(moved: MovedSession) -> None:
+            async with places:
+                if self._known.running - {self._replica}:  # else the application is being deleted
+                    await self._give(moved)
+
+        new = [
+            moved
+            for moved in await self._actor.dormant_sessions()
+            if self._handed.get(session_key(moved.owner, moved.session_id)) != len(moved.tokens)
+        ]
+        await asyncio.gather(*map(give, new))
+
+    async def _give(self, moved: MovedSession) -> None:
+        key = session_key(moved.owner, moved.session_id)
+        answer = self._adopters.options(session_id=key).remote(moved, **{AVOID: (self._replica,)})
+        try:
+            async with asyncio.timeout(_CALL_SECONDS):
+                await answer
+        except Exception as error:  # whatever the other side has: its turns will be computed from their prompts
+            answer.cancel()
+            logger.warning("%s: a conversation was not handed over: %s", self._replica, type(error).__name__)
+            return
+        self._handed[key] = len(moved.tokens)

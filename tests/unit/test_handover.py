@@ -1,0 +1,132 @@
+"""When a replica hands its conversations over, to whom, and what of it may fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine_actor.turns import MovedSession, session_key
+from serve_app import handover as module
+from serve_app.handover import Handover
+from serve_app.routing.known_replicas import KnownReplicas
+
+
+def session(name: str, length: int = 3) -> MovedSession:
+    return MovedSession("o", name, tuple(range(length)), (), 1.0)
+
+
+class Answer:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.cancelled = False
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        if isinstance(self._value, Exception):
+            raise self._value
+        if self._value is None:
+            await asyncio.Event().wait()
+        return self._value
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Room:
+    """A replica `r` with dormant sessions, and the others, which adopt as `outcomes` says."""
+
+    def __init__(self, *sessions: MovedSession) -> None:
+        self.dormant = list(sessions)
+        self.known = KnownReplicas()
+        self.outcomes: dict[str, list[Any]] = {}
+        self.adopted: list[tuple[str, str, int]] = []
+        self.answers: list[Answer] = []
+        self._method = self._key = ""
+        self.handover = Handover("r", self, self, self.known)  # type: ignore[arg-type]
+
+    async def dormant_sessions(self) -> list[MovedSession]:
+        return list(self.dormant)
+
+    def options(self, method_name: str = "", session_id: str = "") -> Room:
+        view = object.__new__(Room)
+        view.__dict__ = {**self.__dict__, "_method": method_name or self._method, "_key": session_id}
+        return view
+
+    def remote(self, *args: Any, **kwargs: Any) -> Answer:
+        if self._method == "sign_of_life":
+            assert kwargs == {"only": "r"}
+            return Answer(("r", True))
+        assert kwargs == {"avoid": ("r",)}
+        self.adopted.append((args[0].session_id, self._key, len(args[0].tokens)))
+        outcomes = self.outcomes.get(args[0].session_id, [])
+        self.answers.append(Answer(outcomes.pop(0) if outcomes else True))
+        return self.answers[-1]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_CALL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_LAST_SECONDS", 0.2)
+
+
+async def test_nothing_moves_while_the_replica_is_in_the_set_or_not_yet_in_it() -> None:
+    room = Room(session("a"))
+    running = asyncio.create_task(room.handover.run())
+    await settle()
+    room.known.set_running(["s"])
+    await settle()
+    room.known.set_running(["r", "s"])
+    await settle()
+    assert room.adopted == []
+    running.cancel()
+
+
+async def test_once_it_is_taken_out_everything_goes_once_and_again_where_it_has_grown() -> None:
+    room = Room(session("a"), session("b"))
+    running = asyncio.create_task(room.handover.run())
+    await settle()
+    room.known.set_running(["r", "s"])
+    await settle()
+    room.known.set_running(["s"])
+    await settle()
+    assert room.adopted == [("a", session_key("o", "a"), 3), ("b", session_key("o", "b"), 3)]
+    room.dormant = [session("a", 5), session("c")]  # a turn of a has ended, and c's first one
+    await settle()
+    running.cancel()
+    await room.handover.finish()
+    assert [(name, length) for name, _, length in room.adopted[2:]] == [("a", 5), ("c", 3)]
+
+
+async def test_the_rest_goes_at_the_end_though_nobody_said_before_that_it_comes() -> None:
+    room = Room(session("a"))
+    room.known.set_running(["r", "s"])
+    await room.handover.finish()
+    assert [name for name, _, _ in room.adopted] == ["a"]
+
+
+async def test_where_no_other_replica_is_nothing_is_tried() -> None:
+    room = Room(session("a"))
+    room.known.set_running(["r"])
+    await room.handover.finish()
+    assert room.adopted == []
+
+
+async def test_what_fails_is_tried_again_and_holds_nobody_up() -> None:
+    room = Room(session("dead"), session("deaf"), session("fine"))
+    room.outcomes |= {"dead": [ConnectionError("x")], "deaf": [None, False]}
+    room.known.set_running(["s"])
+    await room.handover.finish()
+    assert sorted(name for name, _, _ in room.adopted) == ["dead", "deaf", "fine"]
+    assert [answer.cancelled for answer in room.answers] == [True, True, False]
+    await room.handover.finish()
+    assert sorted(name for name, _, _ in room.adopted[3:]) == ["dead", "deaf"]
