@@ -10,6 +10,7 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 
+from serve_app.routing.known_replicas import known_replicas
 from serve_app.routing.placement import by_rank
 from serve_app.routing.sticky_router import StickyRouter
 
@@ -113,6 +114,32 @@ async def test_a_replica_that_refused_this_turn_or_accepts_none_comes_last(route
     order = await ranks(router, turn("k", avoid=(home,)))
     assert {name for [name] in order[1:]} == {home, other}
     assert router._decisions.seen == {"detour": 1}
+
+
+async def test_a_question_for_one_replica_goes_there_and_elsewhere_only_if_it_is_gone(router: StickyRouter) -> None:
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    *_, last = by_rank("", "abc")
+    question = turn()
+    question.kwargs["only"] = last
+    assert await ranks(router, question) == [[last]]
+    assert question.routing_context.should_backoff, "asked again without a pause, it would spin"
+    question.kwargs["only"] = "gone"
+    assert len(await ranks(router, question)) == 3
+
+
+async def test_a_silent_replica_comes_last_until_it_answers_or_is_gone(router: StickyRouter) -> None:
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    known = known_replicas(DEPLOYMENT.app_name, DEPLOYMENT.name)
+    assert known.running == {"a", "b", "c"}
+    home, *others = by_rank("k", "abc")
+    known.set_silent(home, True)
+    assert await ranks(router, turn("k")) == [[name] for name in (*others, home)]
+    assert router._decisions.seen == {"detour": 1}
+    known.set_silent(home, False)
+    assert (await ranks(router, turn("k")))[0] == [home]
+    known.set_silent(home, True)
+    router.update_replicas([FakeReplica(name) for name in others])
+    assert known.silent == frozenset()
 
 
 async def test_load_comes_from_turns_in_flight_before_the_older_report(router: StickyRouter) -> None:
