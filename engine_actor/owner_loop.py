@@ -319,7 +319,8 @@ class OwnerLoop:
         elif event.finish_reason in _LENGTH:
             reason = EndReason.LENGTH
         gone = event.error_code == ErrorCode.FATAL
-        self._end(choice, reason, usage.generated_tokens, event.message, usage.cached_tokens, resumable=gone)
+        cached = min(usage.cached_tokens, choice.begun.prompt_tokens)  # of a resumed turn, part of the answer may be
+        self._end(choice, reason, usage.generated_tokens, event.message, cached, resumable=gone)
         if choice.stays:
             assert conversation is not None
             self.sessions.ended(conversation)

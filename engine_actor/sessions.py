@@ -128,7 +128,8 @@ class SessionTable:
             if request.status is RequestStatus.UNASSIGNED:
                 request.close()
             raise
-        return BegunTurn(request, turn_id, len(prompt) - options.resumed_tokens, request.processed_length)
+        prompt_tokens = len(prompt) - options.resumed_tokens
+        return BegunTurn(request, turn_id, prompt_tokens, min(request.processed_length, prompt_tokens))
 
     def ended(self, conversation: Conversation) -> None:
         """The turn is complete and its events are drained: the conversation is dormant from now on."""

@@ -156,6 +156,8 @@ async def test_a_turn_that_comes_back_to_an_engine_which_has_part_of_it_is_one_a
         await ask(other, replace(request, session_id=name, max_generated_tokens=held))
         rest = await ask(other, replace(request.resumed(undisturbed.tokens[:delivered]), session_id=name))
         assert rest.tokens == undisturbed.tokens[delivered:]
+        assert rest.accepted is not None and rest.ended is not None
+        assert 0 < rest.accepted.cached_tokens <= rest.ended.cached_tokens <= len(PROMPT)
         span = HistorySpan(5, 6, digest_of(undisturbed.tokens))
         following = await ask(other, turn([*PROMPT, 3, 17], 4, name, spans=(span,)))
         assert following.accepted is not None
