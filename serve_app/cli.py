@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from serve_app import __version__
+from serve_app.jobs.batch import main as batch
 
 app = typer.Typer(
     name="moorage",
@@ -131,6 +132,9 @@ def chat(
     from serve_app.commands.chat import Chat
 
     raise typer.Exit(Chat(url, model, session, system, temperature, max_tokens, api_key).run())
+
+
+app.command("batch")(batch)
 
 
 @models_app.callback(invoke_without_command=True)

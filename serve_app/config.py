@@ -266,10 +266,15 @@ class AppArgs(BaseModel):
         least, most = self.replica_bounds()
         return least < most
 
+    @property
+    def starts_on_demand(self) -> bool:
+        """Whether there may be no replica until a turn wants one."""
+        return self.replica_bounds()[0] == 0
+
     def resolved_placement_timeout(self) -> float:
         if self.placement_timeout_seconds is not None:
             return self.placement_timeout_seconds
-        return 900.0 if self.min_replicas == 0 else 10.0
+        return 900.0 if self.starts_on_demand else 10.0
 
     def resolved_threads(self, cores: int) -> int:
         return self.threads or max(1, cores // self.replica_bounds()[1])
@@ -288,7 +293,7 @@ class AppArgs(BaseModel):
             return self.gpus_per_replica
         if self.device == "cuda":
             return 1.0
-        return 1.0 if self.device == "auto" and cluster_gpus >= self.replicas else 0.0
+        return 1.0 if self.device == "auto" and cluster_gpus >= max(1, self.replicas) else 0.0
 
     def engine_resources(self, cores: int, cluster_gpus: float) -> dict[str, Any]:
         """Options of the Ray actor that one engine runs in."""

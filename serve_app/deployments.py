@@ -169,6 +169,7 @@ class EngineDeployment:
             "pool_bytes": pool.bytes,
             "longest_sequence": self._actor.context_length,
             "limited_by_pool": pool.limited_by_pool,
+            "max_batch_size": self._options.max_batch_size,
             "start_seconds": self._start_seconds,
         }
 
@@ -221,7 +222,11 @@ class Ingress:
         path = await asyncio.to_thread(resolve_model, args.model)
         self._prompts = await asyncio.to_thread(lambda: PromptBuilder(load_tokenizer(path)))
         self._settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
-        self._client = HandleEngineClient(engines, placement_timeout=args.resolved_placement_timeout())
+        self._client = HandleEngineClient(
+            engines,
+            placement_timeout=args.resolved_placement_timeout(),
+            starts_on_demand=args.starts_on_demand,
+        )
         self._store = HandleResponseStore(responses, timeout=STORE_TIMEOUT_SECONDS)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -34,8 +34,9 @@ _READY_TIMEOUT_SECONDS = 2.0
 class HandleEngineClient:
     """Implements `serve_app.ingress.engine_client.EngineClient` over the handle of `EngineDeployment`."""
 
-    def __init__(self, handle: DeploymentHandle, *, placement_timeout: float) -> None:
-        """`placement_timeout`: seconds that a turn waits for a replica to exist."""
+    def __init__(self, handle: DeploymentHandle, *, placement_timeout: float, starts_on_demand: bool = False) -> None:
+        """`placement_timeout`: seconds that a turn waits for a replica to exist. `starts_on_demand`: where there is
+        none, a turn starts one."""
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
@@ -44,6 +45,7 @@ class HandleEngineClient:
         self._watch = ReplicaWatch(self._sign_of_life, self._known)
         self._counters = FailoverCounters()
         self._placement_timeout = placement_timeout
+        self._starts_on_demand = starts_on_demand
         self._context_limit: int | None = None
 
     async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
@@ -99,7 +101,8 @@ class HandleEngineClient:
         """Once a replica does not answer, each is asked by itself, so that it does not speak for all."""
         if not self._known.silent:
             try:
-                return any(await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS))
+                answers = await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS)
+                return any(answers) or (not answers and self._starts_on_demand)
             except RayActorError:
                 return False
             except TimeoutError:

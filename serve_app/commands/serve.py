@@ -91,7 +91,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
             _catch_signals()  # Ray has put handlers of its own in the place of ours
         with step(f"Serve on {options.host}:{options.port}"):
             session = start_serve(session, options.host, options.port, tls, args.log_format)
-        with step(f"{args.model_name()} on {args.replicas} replica{'s' if args.replicas > 1 else ''}") as progress:
+        with step(f"{args.model_name()} on {_number_of_replicas(args)}") as progress:
             _deploy(args, progress)
             _wait_until_ready(options, progress)
         _print_facts(session)
@@ -114,6 +114,11 @@ def _catch_signals() -> None:
     too, since a shell starts what it puts in the background with SIGINT ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+def _number_of_replicas(args: AppArgs) -> str:
+    least, most = args.replica_bounds()
+    return f"{least} to {most} replicas" if args.autoscales else f"{most} replica{'s' if most > 1 else ''}"
 
 
 def _deploy(args: AppArgs, progress: Step) -> None:
@@ -178,10 +183,16 @@ def _wait_until_ready(options: ServeOptions, progress: Step) -> None:
 def _print_facts(session: RaySession) -> None:
     import ray
     from ray import serve
+    from ray.serve.exceptions import DeploymentUnavailableError
 
     from serve_app.app import ENGINES
 
-    for facts in serve.get_deployment_handle(ENGINES, APPLICATION).broadcast("describe").results(timeout_s=30):
+    try:
+        replicas = serve.get_deployment_handle(ENGINES, APPLICATION).broadcast("describe").results(timeout_s=30)
+    except DeploymentUnavailableError:
+        replicas = []
+        say("  no replica yet: the first request starts one, and waits for it")
+    for facts in replicas:
         short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
         say(
             f"  {facts['replica']}: {facts['dtype']}; KV cache "

@@ -16,16 +16,19 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.turns import ForkOutcome, RefusalCode, SessionInfo, TurnDelta, TurnRefused, TurnRequest
+from serve_app.commands.console import say
+from serve_app.commands.serve import StartFailed
 from serve_app.config import AppArgs
 from serve_app.model_store import resolve_model
 
 _RESTARTS = 3
 _TRIES = 5
 _PAUSE_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0
 
 
 class BatchEngine:
@@ -102,8 +105,8 @@ class PoolClient:
         return self._context_limit
 
 
-async def start_pool(args: AppArgs, started: Callable[[int], None]) -> PoolClient:
-    """`args.replicas` engines, loaded; `started` is told how many are. Raises what a constructor raised."""
+async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
+    """`args.replicas` engines, loaded; `told` is called with how many are. Raises StartFailed."""
     cores = os.cpu_count() or 1
     resources = args.engine_resources(cores, ray.cluster_resources().get("GPU", 0.0))
     actor = ray.remote(BatchEngine).options(
@@ -113,8 +116,25 @@ async def start_pool(args: AppArgs, started: Callable[[int], None]) -> PoolClien
     )
     options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
     engines: list[Any] = [actor.remote(options) for _ in range(args.replicas)]
-    limits = []
-    for answer in asyncio.as_completed([engine.start.remote() for engine in engines]):
-        limits.append(await answer)
-        started(len(limits))
+    waiting = {asyncio.ensure_future(engine.start.remote()) for engine in engines}
+    limits: list[int] = []
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=_PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            limits += [task.result() for task in done]
+            told(len(limits))
+            if not done:
+                say(_still_waiting(len(limits), args.replicas, resources))
+    except RayError as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        raise StartFailed(f"an engine could not start: {type(cause).__name__}: {cause}") from None
     return PoolClient(engines, min(limits))
+
+
+def _still_waiting(ready: int, wanted: int, resources: dict[str, Any]) -> str:
+    """What an operator needs to see why: the model may be large, or others may have the places."""
+    free = ray.available_resources()
+    return (
+        f"{ready} of {wanted} engines are ready; each wants {resources['num_cpus']:g} CPUs and "
+        f"{resources['num_gpus']:g} GPUs, and {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
+    )

@@ -43,7 +43,7 @@ async def run_batch(
     told: Told,
 ) -> Counts:
     """`http` reaches the API. A line that gets no answer in `tries` attempts ends the run with BatchStuck: something is
-    wrong with the engines, not with the line."""
+    wrong with the engines, not with the line. Raises OSError if the journal can't be written."""
     counts = Counts()
     seen: set[str] = set()
     places = asyncio.Semaphore(concurrency)
@@ -82,8 +82,8 @@ async def run_batch(
             for line in lines:
                 await places.acquire()
                 group.create_task(work(line))
-    except* BatchStuck as stuck:
-        raise stuck.exceptions[0] from None
+    except* (BatchStuck, OSError) as group:
+        raise group.exceptions[0] from None
     return counts
 
 

@@ -65,6 +65,7 @@ def test_engines_that_have_not_reported_keep_the_number_from_falling() -> None:
         ({"max_replicas": 4}, (1, 4), True),
         ({"replicas": 2, "min_replicas": 0, "max_replicas": 4}, (0, 4), True),
         ({"replicas": 0, "min_replicas": 0, "max_replicas": 2}, (0, 2), True),
+        ({"replicas": 0, "max_replicas": 2}, (0, 2), True),
         ({"replicas": 2, "min_replicas": 1}, (1, 2), True),
     ],
 )

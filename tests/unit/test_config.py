@@ -101,6 +101,11 @@ def test_gpus_follow_the_device(device: str, cluster: float, expected: float) ->
     assert AppArgs.model_validate({"model": "m", "replicas": 2, "device": device}).resolved_gpus(cluster) == expected
 
 
+def test_replicas_that_are_not_there_yet_want_no_gpu_that_the_cluster_does_not_have() -> None:
+    args = AppArgs(model="m", replicas=0, max_replicas=2)
+    assert (args.resolved_gpus(0.0), args.resolved_gpus(2.0)) == (0.0, 1.0)
+
+
 def test_the_served_name_is_the_known_name_or_that_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "Tiny-Chat").mkdir()
     assert AppArgs(model="smollm2").model_name() == "smollm2"

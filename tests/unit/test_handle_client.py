@@ -49,3 +49,12 @@ async def test_a_replica_that_does_not_answer_does_not_speak_for_all(
     replicas.known.set_silent("a", True)
     assert await client.ready() is ready
     assert replicas.asked == [("accepting",)], "nobody waits twice for a replica that is known to be silent"
+
+
+@pytest.mark.parametrize("starts_on_demand", [True, False])
+@pytest.mark.parametrize(("answers", "ready"), [([], None), ([False], False), ([True], True)])
+async def test_without_a_replica_it_is_ready_only_where_a_turn_starts_one(
+    answers: list[bool], ready: bool | None, starts_on_demand: bool
+) -> None:
+    client = client_of(Replicas(accepting=answers), starts_on_demand=starts_on_demand)
+    assert await client.ready() is (starts_on_demand if ready is None else ready)

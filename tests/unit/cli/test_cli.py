@@ -27,7 +27,7 @@ runner = CliRunner()
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["chat"], ["models"], ["models", "fetch"], ["doctor"], ["drain-node"]]
+    "command", [[], ["serve"], ["chat"], ["batch"], ["models"], ["models", "fetch"], ["doctor"], ["drain-node"]]
 )
 def test_every_command_explains_itself(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--help"])

@@ -107,3 +107,14 @@ async def test_engines_that_stay_broken_end_the_run_and_the_next_one_goes_on(roo
     assert await room.run(lines) == Counts(answered=4)
     assert room.asked[7:] == ["p5", "p6", "p7", "p8"]
     assert [record["custom_id"] for record in room.written()] == [f"c{number}" for number in range(1, 9)]
+
+
+async def test_a_journal_that_cannot_be_written_ends_the_run_with_the_reason(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Journal, "add", full)
+    with pytest.raises(OSError, match="No space left"):
+        await room.run([line(1), line(2)])
