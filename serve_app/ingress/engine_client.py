@@ -14,9 +14,9 @@ from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 class EngineClient(Protocol):
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
         """The deltas of one turn. `routing_key` finds the home of a conversation (session, or a hint for an
-        anonymous one); closing the iterator (aclose) is the only way to cancel. A replica that dies before it
-        accepted, or that refuses with QUEUE_FULL or UNAVAILABLE, is replaced by another one, a bounded number
-        of times."""
+        anonymous one); closing the iterator (aclose) is the only way to cancel. A replica that refuses with
+        QUEUE_FULL or UNAVAILABLE, or that is lost, is replaced by another one, a bounded number of times; after
+        acceptance the deltas go on where they broke off. Where that cannot be, the turn ends with FAILED."""
         ...
 
     async def sessions(self, owner: str) -> list[SessionInfo]:
