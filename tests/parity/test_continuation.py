@@ -9,7 +9,7 @@ import pytest
 
 from engine_actor.engine import Engine
 from engine_actor.errors import InvalidCall, InvalidOption
-from engine_actor.events import EventFlags
+from engine_actor.events import ErrorCode, EventFlags
 from engine_actor.options import TurnOptions
 from engine_actor.request import FinishReason, Request, RequestStatus
 from tests.support.doubles import P10, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
@@ -206,6 +206,8 @@ def test_a_row_without_numbers_fails_alone_and_can_be_asked_again() -> None:
     decoder.row_logits = lambda s: real(s) * (np.nan if s[0] == 5 else 1)  # type: ignore[method-assign]
     events = engine.run(8)
     assert [(e.request_id, e.finish_reason) for e in events] == [(1, FinishReason.FAILED), (2, None)]
+    assert [e.error_code for e in events] == [ErrorCode.NOT_FINITE, ErrorCode.NONE]
+    assert EventFlags.FAILED in events[0].flags and "no finite number" in events[0].message
     engine.check_integrity()
     decoder.row_logits = real  # type: ignore[method-assign]
     assert tokens_of(run_out(engine), fine) == solo([7, 2, 20, 4], 6)[2:]

@@ -333,6 +333,20 @@ def test_a_broken_row_of_logits_after_accepted_drafts_fails_with_them() -> None:
     assert request.tokens == [4, 5, 6, 7, 8] and not room.blocks(request)
 
 
+@pytest.mark.parity("F299")
+def test_each_token_of_a_step_has_the_logprob_of_its_own_row() -> None:
+    room = Room(SyntheticDecoder(drafts=4))
+    requests = [room.resident(prompt, max_generated_tokens=9, logprobs=1) for prompt in ([5, 9, 13], [7, 2, 20, 4])]
+    for request in requests:
+        request.set_draft_tokens(solo(request.tokens, 3))
+    events = room.step()
+    assert [sum(e.request_id == r.id for e in events) for r in requests] == [4, 4]
+    assert len({e.token for e in events}) > 4
+    for event in events:
+        assert event.logprob is not None and event.logprob.token == event.token
+        assert event.logprob.logprob > -1e-3  # any other row's logits say -100
+
+
 # -- output with drafts is output without -----------------------------------------------------------------------------
 
 
