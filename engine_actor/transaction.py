@@ -148,10 +148,8 @@ class StepTransaction:
         self._lifecycle.events.publish(self._queue_after, self._events)
 
     def roll_back(self) -> None:
-        """Undoes checkpoint and reservation; both are tried even if the first fails (F163). Does nothing the second
-        time; a step that began to commit is never undone (F178)."""
-        if self.phase is Phase.ROLLED_BACK:
-            return
+        """Undoes checkpoint and reservation; both are tried even if the first fails (F163), and both do nothing the
+        second time. A step that began to commit is never undone (F178)."""
         if self.phase is Phase.COMMIT:
             raise ContractViolation("a step that began to commit cannot be rolled back")
         self.phase = Phase.ROLLED_BACK

@@ -357,6 +357,9 @@ def test_memory_that_moves_during_a_step_stops_the_engine(tamper: Callable[[Page
     events = room.engine.run(10)
     assert [e.request_id for e in events if e.flags & EventFlags.FAILED] == [X]
     assert first.tokens == tokens and first.processed_length == 3
+    # Found in time to roll back, not while publishing.
+    assert room.engine.last_report.outcome is StepOutcome.EXECUTION_CONTRACT_FAILURE
+    assert room.engine.metrics.rollbacks == 1
     with pytest.raises(EngineUnhealthy):
         room.engine.run(10)
 
