@@ -46,7 +46,9 @@ def the_application(text: Any) -> ServeApplicationSchema:
     assert module == app.__name__
     assert callable(getattr(app, name))
     AppArgs.model_validate(application.args)
-    assert {deployment.name for deployment in application.deployments} == {app.ENGINES, app.FRONT_DOOR}
+    assert {deployment.name for deployment in application.deployments} <= {app.ENGINES, app.FRONT_DOOR}
+    # Engines scale by what limits them, which is under `args`.
+    assert all("autoscaling_config" not in deployment.model_fields_set for deployment in application.deployments)
     return application
 
 
@@ -150,9 +152,11 @@ def test_the_rayservice_serves_our_application_on_a_cluster_that_can_hold_it() -
     assert args.gpus_per_replica == float(limits["nvidia.com/gpu"])
     assert args.cpus_per_replica is not None
     assert args.cpus_per_replica + args.cpus_per_ingress <= float(limits["cpu"])
-    [engines] = [d for d in text["applications"][0]["deployments"] if d["name"] == app.ENGINES]
     group = cluster["workerGroupSpecs"][0]
-    assert engines["autoscaling_config"]["max_replicas"] <= group["maxReplicas"]
+    least, most = args.replica_bounds()
+    assert args.autoscales
+    assert (least, most) == (group["minReplicas"], group["maxReplicas"])
+    assert app.ENGINES not in {deployment.name for deployment in application.deployments}  # it would fix their number
 
     drain = args.graceful_shutdown_timeout_seconds
     hook = container["lifecycle"]["preStop"]["exec"]["command"][-1]
