@@ -48,7 +48,7 @@ from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from engine_actor.actor import EngineActor
+    from engine_actor.actor import DecoderFactory, EngineActor
 
 logger = logging.getLogger("moorage.engine")
 
@@ -66,7 +66,7 @@ class EngineDeployment:
         watch = Stopwatch()
         with watch.step("import the engine"):
             # Here, because it loads torch, which neither the driver nor an ingress needs.
-            from engine_actor.actor import EngineActor
+            from engine_actor.decoding.load import load_decoder
 
         self._model_name = model_name
         self._options = options
@@ -77,12 +77,7 @@ class EngineDeployment:
         with watch.step("load tokenizer"):
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
         self._metrics = EngineMetrics(partial(open_in_ray, model_name=model_name))
-        self._actor: EngineActor = EngineActor(
-            replace(options, model=str(path)),
-            self._replica,
-            partial(_answer_text, tokenizer),
-            on_step=StepWatch(self._metrics),
-        )
+        self._actor = self._make_actor(replace(options, model=str(path)), tokenizer, load_decoder)
         self._report = await self._actor.start()
         self._start_seconds = watch.seconds | self._report.seconds
         steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._start_seconds.items())
@@ -95,6 +90,12 @@ class EngineDeployment:
             asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run()),
             asyncio.create_task(self._handover.run()),
         ]
+
+    def _make_actor(self, options: ActorOptions, tokenizer: Tokenizer, load: DecoderFactory) -> EngineActor:
+        from engine_actor.actor import EngineActor
+
+        detokenize = partial(_answer_text, tokenizer)
+        return EngineActor(options, self._replica, detokenize, load, on_step=StepWatch(self._metrics))
 
     async def stream_turn(
         self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = ()

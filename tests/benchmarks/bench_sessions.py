@@ -1,0 +1,314 @@
+"""Many conversations on several replicas: what sticky routing keeps cached, and what happens when replicas come and go.
+
+    python -m tests.benchmarks.bench_sessions [--sessions 200] [--turns 8] [--replicas 3] [--ingresses 3]
+                                              [--parts sticky,round-robin,scale,roll,overload]
+
+Engines, caches, sessions and routers are real; the model only takes its time (8 ms a step, 0.3 ms a token), so that
+several replicas fit on a small machine. Parts:
+
+    sticky, round-robin   all sessions at once, turn after turn: cached share of the possible, TTFT, tokens/s
+    scale                 one more replica and back again, in mid-conversation: errors, sessions that moved
+    roll                  a new version of the application under streams longer than its drain time
+    overload              up to three times what the queue holds: answers, refusals, goodput
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
+
+MODEL = "smollm2"
+WORDS = ("harbour", "water", "north", "bay", "calm", "wind", "west", "side", "boat", "rope", "tide", "stone", "bird")
+
+
+@dataclass
+class Turn:
+    replica: str
+    prompt: int
+    cached: int
+    generated: int
+    ttft: float
+    seconds: float
+
+
+@dataclass
+class Session:
+    name: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def possible(self, index: int) -> int:
+        """Tokens of turn `index` that could be cached: the sequence of the turn before, but its last token, which was
+        never fed to the model."""
+        before = self.turns[index - 1]
+        return before.prompt + before.generated - 1
+
+    def moves(self, since: int = 1) -> int:
+        pairs = zip(self.turns[since - 1 :], self.turns[since:], strict=False)
+        return sum(a.replica != b.replica for a, b in pairs)
+
+
+class Room:
+    def __init__(self, url: str, new: int) -> None:
+        self.url = url
+        self.new = new
+        self.refused: Counter[int] = Counter()
+        self.failed: list[str] = []
+
+    async def turn(self, http: httpx.AsyncClient, session: Session) -> bool:
+        """One turn, streamed. False if it was refused or failed."""
+        question = " ".join(random.choices(WORDS, k=24))
+        session.messages.append({"role": "user", "content": question})
+        body = {
+            "model": MODEL,
+            "messages": session.messages,
+            "max_tokens": self.new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        begun, first, text, usage, done = time.perf_counter(), 0.0, "", {}, False
+        try:
+            async with http.stream(
+                "POST", "/v1/chat/completions", json=body, headers={"x-session-id": session.name}
+            ) as response:
+                if response.status_code != 200:
+                    self.refused[response.status_code] += 1
+                    if response.status_code in (429, 503) and "retry-after" not in response.headers:
+                        self.failed.append(f"{response.status_code} without Retry-After")
+                    session.messages.pop()
+                    return False
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        done = True
+                    elif line.startswith("data: "):
+                        chunk = json.loads(line[6:])
+                        if "error" in chunk:
+                            self.failed.append(str(chunk["error"]))
+                        usage = chunk.get("usage") or usage
+                        for choice in chunk.get("choices", ()):
+                            if content := choice["delta"].get("content"):
+                                first = first or time.perf_counter() - begun
+                                text += content
+                replica = response.headers["x-moorage-replica"]
+        except httpx.HTTPError as error:
+            self.failed.append(repr(error))
+            return False
+        if not done or usage.get("completion_tokens") != self.new:
+            self.failed.append(f"an answer ended early: {usage}")
+            return False
+        session.messages.append({"role": "assistant", "content": text})
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        seconds = time.perf_counter() - begun
+        session.turns.append(Turn(replica, usage["prompt_tokens"], cached, self.new, first, seconds))
+        return True
+
+    async def converse(
+        self,
+        sessions: list[Session],
+        turns: int,
+        bar: tqdm[Any],
+        between: Callable[[int], Any] | None = None,
+    ) -> float:
+        """All sessions at once; each begins its next turn when the last one has ended. Seconds."""
+        limits = httpx.Limits(max_connections=len(sessions) + 8)
+        begun = time.perf_counter()
+        async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits, trust_env=False) as http:
+
+            async def one(session: Session) -> None:
+                await asyncio.sleep(random.random())
+                for index in range(turns):
+                    await self.turn(http, session)
+                    bar.update()
+                    if between is not None:
+                        await between(index)
+
+            await asyncio.gather(*map(one, sessions))
+        return time.perf_counter() - begun
+
+
+class Application:
+    """The application as a config file deploys it: a change of the number of replicas restarts none."""
+
+    def __init__(self, builder: str, **fields: Any) -> None:
+        self._builder = builder
+        self._fields = fields
+
+    def deploy(self, **changed: Any) -> None:
+        """Returns when it runs as wished."""
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        self._fields |= changed
+        config = {
+            "applications": [
+                {
+                    "name": APPLICATION,
+                    "import_path": f"tests.support.simulated_engine:{self._builder}",
+                    "args": {"model": MODEL, "served_model_name": MODEL, **self._fields},
+                }
+            ]
+        }
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            application = serve.status().applications.get(APPLICATION)
+            if application is not None and application.status == "RUNNING":
+                return
+            if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise SystemExit(f"the application did not start: {application}")
+            time.sleep(0.2)
+        raise SystemExit("the application did not become ready")
+
+
+def summary(name: str, sessions: list[Session], seconds: float, room: Room, since: int = 1) -> None:
+    later = [(s, i) for s in sessions for i in range(max(1, since), len(s.turns))]
+    cached = sum(s.turns[i].cached for s, i in later)
+    possible = sum(s.possible(i) for s, i in later) or 1
+    first = sorted(s.turns[i].ttft for s, i in later) or [0.0]
+    tokens = sum(turn.generated for s in sessions for turn in s.turns)
+    spread = Counter(s.turns[-1].replica for s in sessions if s.turns)
+    print(
+        f"{name}: cached {cached / possible:.1%} of the possible; TTFT from turn 2 mean "
+        f"{statistics.fmean(first) * 1e3:.0f} ms, p99 {first[int(len(first) * 0.99)] * 1e3:.0f} ms; "
+        f"{tokens / seconds:.0f} tokens/s; {sum(s.moves(since) > 0 for s in sessions)} of {len(sessions)} moved; "
+        f"{len(room.failed)} failed, refused {dict(room.refused)}; on replicas {sorted(spread.values())}",
+        flush=True,
+    )
+    for reason in room.failed[:3]:
+        print(f"    {reason}")
+
+
+def new_sessions(count: int, name: str) -> list[Session]:
+    return [Session(f"{name}-{i}") for i in range(count)]
+
+
+def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
+    application = Application(builder, **common(args))
+    application.deploy()
+    room, sessions = Room(url, args.new), new_sessions(args.sessions, name)
+    with tqdm(total=args.sessions * args.turns, desc=name) as bar:
+        seconds = asyncio.run(room.converse(sessions, args.turns, bar))
+    summary(name, sessions, seconds, room)
+
+
+def scaled(args: argparse.Namespace, url: str) -> None:
+    application = Application("build", **common(args))
+    application.deploy()
+    room, sessions = Room(url, args.new), new_sessions(args.sessions, "scale")
+    with tqdm(total=args.sessions * 3 * args.turns, desc="scale") as bar:
+        asyncio.run(room.converse(sessions, args.turns, bar))
+        before = args.turns
+
+        async def while_changing(replicas: int) -> None:
+            change = asyncio.to_thread(application.deploy, replicas=replicas)
+            talk = room.converse(sessions, args.turns, bar)
+            await asyncio.gather(change, talk)
+
+        asyncio.run(while_changing(args.replicas + 1))
+        summary(f"scale {args.replicas} -> {args.replicas + 1}", sessions, 1.0, room, since=before)
+        homes = Counter(s.turns[-1].replica for s in sessions)
+        middle = min(len(s.turns) for s in sessions)
+        asyncio.run(while_changing(args.replicas))
+        summary(f"scale {args.replicas + 1} -> {args.replicas}", sessions, 1.0, room, since=middle)
+        left = set(homes) - {s.turns[-1].replica for s in sessions}
+        print(f"    sessions of replicas that are gone: {sum(homes[replica] for replica in left)}")
+
+
+def rolled(args: argparse.Namespace, url: str) -> None:
+    application = Application("build", **common(args), graceful_shutdown_timeout_seconds=60.0)
+    application.deploy()
+    room, sessions = Room(url, 400), new_sessions(24, "roll")
+    with tqdm(total=24, desc="roll") as bar:
+        asyncio.run(_roll(room, sessions, application, bar))
+    summary("roll, drain time longer than the answers", sessions, 1.0, room)
+    application.deploy(graceful_shutdown_timeout_seconds=1.0, max_queued_turns=512)
+    room, sessions = Room(url, 400), new_sessions(24, "cut")
+    with tqdm(total=24, desc="cut") as bar:
+        asyncio.run(_roll(room, sessions, application, bar))
+    summary("roll, drain time of 1 s", sessions, 1.0, room)
+
+
+async def _roll(room: Room, sessions: list[Session], application: Application, bar: tqdm[Any]) -> None:
+    async def change() -> None:
+        await asyncio.sleep(1.5)
+        await asyncio.to_thread(application.deploy, max_queued_turns=511)  # another value: every replica is replaced
+
+    await asyncio.gather(change(), room.converse(sessions, 1, bar))
+
+
+def overloaded(args: argparse.Namespace, url: str) -> None:
+    batch, queue = 8, 8
+    capacity = args.replicas * (batch + queue)
+    Application("build", **{**common(args), "max_batch_size": batch, "max_queued_turns": queue}).deploy()
+    for share in (0.5, 1.0, 2.0, 3.0, 0.5):
+        room, sessions = Room(url, args.new), new_sessions(round(share * capacity), f"load-{share}-{time.time()}")
+        with tqdm(total=len(sessions) * args.turns, desc=f"overload {share}") as bar:
+            seconds = asyncio.run(room.converse(sessions, args.turns, bar))
+        summary(f"{share} of the capacity ({len(sessions)} clients)", sessions, seconds, room)
+
+
+def common(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "replicas": args.replicas,
+        "ingress_replicas": args.ingresses,
+        "kv_memory": "64MiB",
+        "threads": 1,
+        "cpus_per_replica": 0.1,
+        "max_model_len": 8192,
+        "max_sessions": 512,
+        "max_queued_turns": 512,
+        "graceful_shutdown_timeout_seconds": 30.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--ingresses", type=int, default=3)
+    parser.add_argument("--parts", default="sticky,round-robin,scale,roll,overload")
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    prepare_environment()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    parts = {
+        "sticky": lambda: routed(args, url, "sticky", "build"),
+        "round-robin": lambda: routed(args, url, "round-robin", "build_round_robin"),
+        "scale": lambda: scaled(args, url),
+        "roll": lambda: rolled(args, url),
+        "overload": lambda: overloaded(args, url),
+    }
+    session = start_ray(None)
+    try:
+        start_serve(session, "127.0.0.1", port)
+        for part in args.parts.split(","):
+            parts[part]()
+    finally:
+        disconnect()
+
+
+if __name__ == "__main__":
+    main()
