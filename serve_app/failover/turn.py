@@ -79,6 +79,7 @@ class FailoverTurn:
         self._losses = 0
         self._losses_at_this_token = 0
         self._delivered_at_last_loss = 0
+        self._lost_at = 0.0
 
     async def deltas(self) -> AsyncGenerator[TurnDelta, None]:
         """Leaving it early cancels the turn wherever it is: unplaced, queued or running."""
@@ -90,6 +91,8 @@ class FailoverTurn:
                     async for delta in deltas:
                         if (told := progress.take(delta)) is not None:
                             yield told
+                        else:
+                            self._note_resumption()
             except _Refused as refused:
                 last = self._after_refusal(refused.refusal)
             except _Lost as lost:
@@ -160,6 +163,7 @@ class FailoverTurn:
         if reached:
             self._avoid = [str(self._replica)]
             self._start_clock()
+            self._lost_at = asyncio.get_running_loop().time()
             same = progress.delivered == self._delivered_at_last_loss
             self._losses_at_this_token = self._losses_at_this_token * same + 1
             self._delivered_at_last_loss = progress.delivered
@@ -188,6 +192,12 @@ class FailoverTurn:
         where, delivered = self._replica or "on its way", self._progress.delivered
         logger.warning("turn %s %s after %d tokens: replica %s: %s", self._id, what, delivered, where, why)
         self._counters.count(resumed=self._progress.accepted is not None, why=why)
+
+    def _note_resumption(self) -> None:
+        now = asyncio.get_running_loop().time()
+        reached, accepted = self._reached_at - self._lost_at, now - self._lost_at
+        text = "turn %s goes on at replica %s, which it reached after %.2f s and which accepted it after %.2f s"
+        logger.info(text, self._id, self._replica, reached, accepted)
 
 
 def _unavailable(message: str) -> TurnRefused:
