@@ -187,11 +187,14 @@ def _print_facts(session: RaySession) -> None:
 
     from serve_app.app import ENGINES
 
+    handle = serve.get_deployment_handle(ENGINES, APPLICATION)
     try:
-        replicas = serve.get_deployment_handle(ENGINES, APPLICATION).broadcast("describe").results(timeout_s=30)
+        replicas = handle.broadcast("describe").results(timeout_s=30)
     except DeploymentUnavailableError:
         replicas = []
         say("  no replica yet: the first request starts one, and waits for it")
+    finally:
+        handle.shutdown()  # where replicas come and go it reports its calls, and would do so when Ray has ended
     for facts in replicas:
         short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
         say(

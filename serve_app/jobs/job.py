@@ -166,6 +166,7 @@ async def _engines(args: AppArgs, deployment: str | None) -> AsyncIterator[tuple
         yield client, at_once
     finally:
         client.close()
+        await handle.shutdown_async()
 
 
 async def _running_engines(args: AppArgs, deployment: str) -> tuple[Any, int]:

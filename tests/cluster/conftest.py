@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import scripted
 from ray import cloudpickle, serve
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy
 
@@ -36,6 +37,7 @@ def base_url() -> Iterator[str]:
         start_serve(session, "127.0.0.1", port)
         yield f"http://127.0.0.1:{port}"
     finally:
+        _get_global_client().shutdown_cached_handles()  # they report calls, and would do so when Ray has ended
         disconnect()
 
 

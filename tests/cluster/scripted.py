@@ -141,3 +141,7 @@ class MeasuredEngine(EngineDeployment):
 
     async def check_integrity(self) -> None:
         await self._actor.check_integrity()
+
+    async def remembered(self) -> tuple[str, set[str]]:
+        """This replica, and the names of the conversations that it knows and no turn is using."""
+        return self._replica, {str(moved.session_id) for moved in await self._actor.dormant_sessions()}
