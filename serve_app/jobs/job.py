@@ -24,7 +24,7 @@ from serve_app.ingress.engine_client import EngineClient
 from serve_app.jobs.journal import Journal, JournalError, finished_before
 from serve_app.jobs.lines import output_id, read_lines
 from serve_app.jobs.progress import BatchProgress
-from serve_app.jobs.runner import BatchStuck, Counts, run_batch
+from serve_app.jobs.runner import BatchStuck, run_batch
 from serve_app.local_ray import disconnect, start_ray
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel
 from serve_app.responses.memory_store import MemoryResponseStore
@@ -83,8 +83,9 @@ def run(options: BatchOptions, flags: Mapping[str, Any]) -> int:
         before = sum(journal.has(line) for line in read_lines(source))
         _announce(output, before, total)
         try:
-            counts = _answer(Batch(options, args, journal, before, total)) if before < total else Counts()
-            journal.finish(read_lines(source))
+            if before < total:
+                _answer(Batch(options, args, journal, before, total))
+            counts = journal.finish(read_lines(source))
         except (StartFailed, ModelStoreError, ConnectionError) as error:
             fail(str(error))
             return 2 if isinstance(error, NoSuchModel) else 1
@@ -94,8 +95,8 @@ def run(options: BatchOptions, flags: Mapping[str, Any]) -> int:
         except KeyboardInterrupt:
             say(f"stopped; {_GOES_ON}")
             return 130
-    earlier = f", {before} by an earlier run" if before else ""
-    say(f"{output}: {total} lines; {counts.answered} answered, {counts.failed} failed{earlier}")
+    earlier = f" ({before} lines by an earlier run)" if before else ""
+    say(f"{output}: {counts.answered} lines answered, {counts.failed} failed{earlier}")
     return 0
 
 
@@ -112,7 +113,7 @@ def _catch_signals() -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
-def _answer(batch: Batch) -> Counts:
+def _answer(batch: Batch) -> None:
     """With a Ray that is there or is started. Raises what `run` tells."""
     args = batch.args
     path = fetch_with_bar(args.model)
@@ -122,12 +123,12 @@ def _answer(batch: Batch) -> Counts:
         with step("Ray"):
             start_ray(batch.options.address, verbose=batch.options.verbose)
             _catch_signals()  # Ray has put handlers of its own in the place of ours
-        return asyncio.run(_answer_all(batch, args, path))
+        asyncio.run(_answer_all(batch, args, path))
     finally:
         disconnect()
 
 
-async def _answer_all(batch: Batch, args: AppArgs, model_path: Path) -> Counts:
+async def _answer_all(batch: Batch, args: AppArgs, model_path: Path) -> None:
     options = batch.options
     prompts = PromptBuilder(load_tokenizer(model_path))
     settings = args.ingress_settings((), sampling=sampling_defaults(model_path))
@@ -137,7 +138,7 @@ async def _answer_all(batch: Batch, args: AppArgs, model_path: Path) -> Counts:
         transport = httpx.ASGITransport(create_app(settings, client, prompts, no_store))
         async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as http:
             with BatchProgress(batch.before, batch.total) as progress:
-                return await run_batch(
+                await run_batch(
                     read_lines(options.source),
                     batch.journal,
                     http,

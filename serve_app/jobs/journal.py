@@ -10,11 +10,24 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from serve_app.jobs.lines import Line
+
+
+@dataclass
+class Counts:
+    """Lines of an output."""
+
+    answered: int = 0
+    failed: int = 0
+
+    def note(self, good: bool) -> None:
+        self.answered += good
+        self.failed += not good
 
 
 class JournalError(RuntimeError):
@@ -71,18 +84,21 @@ class Journal:
         self._file.flush()
         self._done[line.number, line.digest] = begin
 
-    def finish(self, lines: Iterable[Line]) -> None:
+    def finish(self, lines: Iterable[Line]) -> Counts:
         """Writes the output, all of it or nothing, and ends the journal. Every line must be done."""
+        counts = Counts()
         new = self._output.with_name(self._output.name + ".new")
         with new.open("wb") as file:
             for line in lines:
                 self._file.seek(self._done[line.number, line.digest])
                 record = json.loads(self._file.readline())["record"]
                 file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+                counts.note(good=record["error"] is None)
             file.flush()
             os.fsync(file.fileno())
         new.replace(self._output)
         self._path.unlink()
+        return counts
 
 
 def finished_before(output: Path, ids: Iterable[str]) -> bool:

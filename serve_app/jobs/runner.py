@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import httpx
 
@@ -25,14 +24,6 @@ class BatchStuck(RuntimeError):
     """The engines fail again and again; what is done is kept."""
 
 
-@dataclass
-class Counts:
-    """Lines of this run."""
-
-    answered: int = 0
-    failed: int = 0
-
-
 async def run_batch(
     lines: Iterable[Line],
     journal: Journal,
@@ -41,19 +32,14 @@ async def run_batch(
     concurrency: int,
     tries: int,
     told: Told,
-) -> Counts:
+) -> None:
     """`http` reaches the API. A line that gets no answer in `tries` attempts ends the run with BatchStuck: something is
     wrong with the engines, not with the line. Raises OSError if the journal can't be written."""
-    counts = Counts()
     seen: set[str] = set()
     places = asyncio.Semaphore(concurrency)
 
     def note(line: Line, record: dict[str, object], good: bool) -> None:
         journal.add(line, record)
-        if good:
-            counts.answered += 1
-        else:
-            counts.failed += 1
         told(good)
 
     async def work(line: Line) -> None:
@@ -84,7 +70,6 @@ async def run_batch(
                 group.create_task(work(line))
     except* (BatchStuck, OSError) as group:
         raise group.exceptions[0] from None
-    return counts
 
 
 async def _ask(http: httpx.AsyncClient, url: str, body: bytes, tries: int, name: str) -> httpx.Response:

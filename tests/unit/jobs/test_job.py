@@ -42,10 +42,10 @@ def test_a_job_that_was_killed_after_its_last_line_only_writes_the_output(source
     output = tmp_path / "out.jsonl"
     with Journal(output) as journal:
         for line in read_lines(source):
-            journal.add(line, {"id": output_id(line), "custom_id": None})
+            journal.add(line, {"id": output_id(line), "error": None if line.number == 1 else {"code": "x"}})
     result = batch(source, output)
     assert result.exit_code == 0, result.output
-    assert f"{output}: 2 lines; 0 answered, 0 failed, 2 by an earlier run" in result.output
+    assert f"{output}: 1 lines answered, 1 failed (2 lines by an earlier run)" in result.output
     assert [json.loads(text)["id"] for text in output.read_bytes().splitlines()] == [
         output_id(line) for line in read_lines(source)
     ]
@@ -78,6 +78,6 @@ def test_an_output_in_rays_copy_of_the_working_directory_is_warned_of(source: Pa
     copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     with Journal(copy / "out.jsonl") as journal:
         for line in read_lines(source):
-            journal.add(line, {"id": output_id(line)})
+            journal.add(line, {"id": output_id(line), "error": None})
     assert "absolute path" in batch(source, copy / "out.jsonl").output
     assert "absolute path" not in batch(source, copy / "out.jsonl").output  # done before: nothing to warn of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.jobs.journal import Journal, JournalError, finished_before
+from serve_app.jobs.journal import Counts, Journal, JournalError, finished_before
 from serve_app.jobs.lines import Line, output_id
 
 LINES = [Line(number, b'{"n": %d}' % number) for number in range(1, 9)]
@@ -37,7 +37,7 @@ def test_lines_done_in_any_order_are_written_in_that_of_the_input(tmp_path: Path
             journal.add(line, record(line))
             assert journal.has(line)
         assert not output.exists()
-        journal.finish(LINES)
+        assert journal.finish(LINES) == Counts(answered=len(LINES))
     assert written(output) == [record(line) for line in LINES]
     assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from serve_app.jobs import runner
-from serve_app.jobs.journal import Journal
+from serve_app.jobs.journal import Counts, Journal
 from serve_app.jobs.lines import Line
-from serve_app.jobs.runner import BatchStuck, Counts, run_batch
+from serve_app.jobs.runner import BatchStuck, run_batch
 
 Answer = Callable[[str], httpx.Response]
 
@@ -48,11 +48,8 @@ class Room:
         transport = httpx.MockTransport(api)
         with Journal(self.output) as journal:
             async with httpx.AsyncClient(transport=transport, base_url="http://batch") as http:
-                counts = await run_batch(
-                    lines, journal, http, concurrency=concurrency, tries=tries, told=self.told.append
-                )
-            journal.finish(lines)
-        return counts
+                await run_batch(lines, journal, http, concurrency=concurrency, tries=tries, told=self.told.append)
+            return journal.finish(lines)
 
     def written(self) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self.output.read_bytes().splitlines()]
@@ -104,7 +101,8 @@ async def test_engines_that_stay_broken_end_the_run_and_the_next_one_goes_on(roo
         await room.run(lines, broken, concurrency=1)
     assert not room.output.exists()
     assert room.asked == ["p1", "p2", "p3", "p4", "p5", "p5", "p5"]
-    assert await room.run(lines) == Counts(answered=4)
+    assert await room.run(lines) == Counts(answered=8)
+    assert len(room.told) == 8
     assert room.asked[7:] == ["p5", "p6", "p7", "p8"]
     assert [record["custom_id"] for record in room.written()] == [f"c{number}" for number in range(1, 9)]
 
