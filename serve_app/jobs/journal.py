@@ -57,6 +57,8 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
+        if not self._done:
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
     def _load(self) -> None:

@@ -69,6 +69,12 @@ def test_a_line_that_has_changed_is_not_done(tmp_path: Path) -> None:
         assert not journal.has(Line(2, LINES[0].text))
 
 
+def test_a_job_that_did_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out.jsonl") as journal:
+        assert not journal.has(LINES[0])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_jobs_do_not_write_one_output(tmp_path: Path) -> None:
     with Journal(tmp_path / "out.jsonl") as journal:
         journal.add(LINES[0], record(LINES[0]))
