@@ -103,7 +103,7 @@ class EngineDeployment:
         """Where the turn is, then its deltas; or nothing more, where they go to the channel of `reader` as those of its
         turn `number`. `avoid` is for the router alone."""
         with self._outboxes.turn(reader, number) as outbox:
-            yield TurnPlaced(self._replica, channelled=outbox is not None)
+            yield TurnPlaced(self._replica, None if outbox is None else outbox.channel)
             async with aclosing(self._measured_turn(request)) as deltas:
                 if outbox is not None:
                     await outbox.carry(deltas)
@@ -111,11 +111,11 @@ class EngineDeployment:
                     async for delta in deltas:
                         yield delta
 
-    async def channel(self, reader: str, only: str) -> AsyncGenerator[Batch, None]:
+    async def channel(self, reader: str, number: int, only: str) -> AsyncGenerator[Batch, None]:
         """The deltas of all turns of a reader that come while it is open. `only`: the replica that was meant; another
         one gives nothing, since turns there have a channel of their own."""
         if only == self._replica:
-            async with aclosing(self._outboxes.read(reader)) as batches:
+            async with aclosing(self._outboxes.read(reader, number)) as batches:
                 async for batch in batches:
                     yield batch
 

@@ -20,10 +20,11 @@ from serve_app.routing.sticky_router import ONLY
 
 @dataclass(frozen=True, slots=True)
 class TurnPlaced:
-    """The first item of the stream of a turn. `channelled`: its deltas come by the channel of its reader."""
+    """The first item of the stream of a turn. `channel`: the one of its reader by which its deltas come, or None where
+    they follow in this stream."""
 
     replica: str
-    channelled: bool
+    channel: int | None
 
 
 class ChannelCaller:
@@ -35,11 +36,11 @@ class ChannelCaller:
         self._known = known
         self._listening = False
 
-    def _open(self, replica: str, reader: str) -> DeploymentResponseGenerator[Batch]:
+    def _open(self, replica: str, reader: str, channel: int) -> DeploymentResponseGenerator[Batch]:
         if not self._listening:
             self._known.listen(self.inboxes.set_running)
             self._listening = True
-        return self._channels.remote(reader, **{ONLY: replica})
+        return self._channels.remote(reader, channel, **{ONLY: replica})
 
     def call(self, turns: DeploymentHandle, *args: Any, **kwargs: Any) -> ChannelCall:
         """`turns`: the handle of `stream_turn`."""
@@ -67,13 +68,13 @@ class ChannelCall:
                 self._ended = True
                 raise StopAsyncIteration
             self._placed = placed
-            if placed.channelled:
-                self._inboxes.expect_from(placed.replica, self._inbox)
+            if placed.channel is not None:
+                self._inboxes.expect_from(placed.replica, placed.channel, self._inbox)
                 self._break = asyncio.create_task(self._pass_on_break())
             else:
                 self._inboxes.ensure_channel(placed.replica)
             return placed.replica
-        if self._placed.channelled:
+        if self._placed.channel is not None:
             delta = await self._inbox.get()
         else:
             delta = await anext(self._stream, None)

@@ -35,7 +35,7 @@ class Outboxes:
         """For the time of one turn: where its deltas go, or None where the reader has no channel here. A turn that is
         cancelled leaves nothing behind."""
         outbox = self._outboxes.get(reader)
-        if outbox is None or not outbox.readers:
+        if outbox is None:
             yield None
             return
         outbox.turns.add(number)
@@ -44,12 +44,11 @@ class Outboxes:
         finally:
             outbox.turns.discard(number)
             outbox.drop(number)
-            self._forget_if_done(reader, outbox)
 
-    async def read(self, reader: str) -> AsyncGenerator[Batch, None]:
-        """The channel of a reader. It ends when no turn of his has been open for a while."""
-        outbox = self._outboxes.setdefault(reader, _Outbox())
-        outbox.readers += 1
+    async def read(self, reader: str, channel: int) -> AsyncGenerator[Batch, None]:
+        """A channel of a reader, by its number. It ends when it has had no turn for a while. One that its reader has
+        opened anew has lost the earlier one, which gets no more turns."""
+        outbox = self._outboxes[reader] = _Outbox(channel)
         try:
             while True:
                 if batch := outbox.take():
@@ -57,15 +56,12 @@ class Outboxes:
                 elif not await outbox.arrived(IDLE_SECONDS) and not outbox.turns:
                     return
         finally:
-            outbox.readers -= 1
-            self._forget_if_done(reader, outbox)
-
-    def _forget_if_done(self, reader: str, outbox: _Outbox) -> None:
-        if not outbox.turns and not outbox.readers and self._outboxes.get(reader) is outbox:
-            del self._outboxes[reader]
+            outbox.close()
+            if self._outboxes[reader] is outbox:
+                del self._outboxes[reader]
 
     def __len__(self) -> int:
-        """Readers with turns or a channel here."""
+        """Readers with a channel here."""
         return len(self._outboxes)
 
 
@@ -76,20 +72,27 @@ class _TurnOutbox:
         self._outbox = outbox
         self._number = number
 
+    @property
+    def channel(self) -> int:
+        return self._outbox.channel
+
     async def carry(self, deltas: AsyncIterator[TurnDelta]) -> None:
-        """Puts all deltas into the channel, and returns when it has taken them."""
+        """Puts all deltas into the channel, and returns when it has taken them, or has ended: nobody hears the rest."""
         async for delta in deltas:
+            if self._outbox.closed:
+                return
             self._outbox.put(self._number, delta)
         self._outbox.put(self._number, None)
         await self._outbox.taken(self._number)
 
 
 class _Outbox:
-    """Deltas on their way to one reader."""
+    """Deltas on their way through one channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: int) -> None:
+        self.channel = channel
         self.turns: set[int] = set()
-        self.readers = 0
+        self.closed = False
         self._batch: Batch = []
         self._arrival = asyncio.Event()
         self._taking = asyncio.Event()
@@ -106,12 +109,17 @@ class _Outbox:
             self._taking = asyncio.Event()
         return batch
 
+    def close(self) -> None:
+        """The channel has ended."""
+        self.closed = True
+        self._taking.set()
+
     def drop(self, number: int) -> None:
         self._batch = [item for item in self._batch if item[0] != number]
 
     async def taken(self, number: int) -> None:
         """Returns when nothing of a turn waits here any more."""
-        while any(waiting == number for waiting, _ in self._batch):
+        while not self.closed and any(waiting == number for waiting, _ in self._batch):
             await self._taking.wait()
 
     async def arrived(self, seconds: float) -> bool:

@@ -43,7 +43,7 @@ def items_of(replica: str, asked: TurnRequest, cached: int = 2) -> list[Any]:
     prompt = asked.prompt_tokens
     reason = EndReason.STOP if done + len(rest) == len(ANSWER) else EndReason.LENGTH
     ended = TurnEnded(reason, prompt, cached, done + len(rest))
-    placed = TurnPlaced(replica, channelled=False)
+    placed = TurnPlaced(replica, channel=None)
     return [placed, TurnAccepted(replica, prompt, cached), *(TurnTokens((token,)) for token in rest), ended]
 
 
@@ -134,7 +134,7 @@ class Replicas:
         self.avoided.append(kwargs[AVOID])
         items = script.instead if script.instead is not None else items_of(replica, args[0], cached=2 + number)
         if not isinstance(items[0], TurnPlaced):
-            items = [TurnPlaced(replica, channelled=False), *items]
+            items = [TurnPlaced(replica, channel=None), *items]
         self.calls.append(Call(items[: script.items], script.then))
         return self.calls[-1]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 
 from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
 from serve_app.channel.call import ChannelCall, ChannelCaller, TurnPlaced
-from serve_app.channel.inbox import ChannelLost
+from serve_app.channel.inbox import ChannelLost, Inboxes
 from serve_app.routing.known_replicas import KnownReplicas
 
 SAID: list[TurnDelta] = [TurnAccepted("r", 3, 0), TurnTokens((1, 2)), TurnEnded(EndReason.STOP, 3, 0, 2)]
@@ -21,6 +22,7 @@ class Stream:
     def __init__(self) -> None:
         self.items: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
+        self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
     def put(self, *items: Any) -> None:
@@ -57,7 +59,7 @@ class Handle:
 
     def remote(self, *args: Any, **kwargs: Any) -> Stream:
         stream = Stream()
-        stream.kwargs = kwargs
+        stream.args, stream.kwargs = args, kwargs
         (self.channels if self._method == "channel" else self.turns).append(stream)
         return stream
 
@@ -72,13 +74,17 @@ class Room:
 
     async def open_channel(self) -> None:
         call = self.call()
-        self.handle.turns[-1].put(TurnPlaced("r", channelled=False), *SAID, None)
+        self.handle.turns[-1].put(TurnPlaced("r", None), *SAID, None)
         assert [item async for item in call] == ["r", *SAID]
         call.close()
         await asyncio.sleep(0.01)  # the channel's task begins
 
     def call(self) -> ChannelCall:
         return self.caller.call(self.handle, "request", avoid=())
+
+    def placed(self) -> TurnPlaced:
+        """By the channel that was opened last."""
+        return TurnPlaced("r", self.handle.channels[-1].args[1])
 
     def send(self, call: ChannelCall, *deltas: TurnDelta | None) -> None:
         number = call._inbox.number
@@ -95,6 +101,7 @@ async def room() -> Room:
 async def test_the_first_turn_has_its_own_stream_and_opens_the_channel(room: Room) -> None:
     [channel] = room.handle.channels
     assert channel.kwargs == {"only": "r"}
+    assert channel.args[0] == room.caller.inboxes.reader
     [turn] = room.handle.turns
     assert not turn.cancelled
     assert turn.kwargs == {"avoid": (), "reader": room.caller.inboxes.reader, "number": 0}
@@ -102,7 +109,7 @@ async def test_the_first_turn_has_its_own_stream_and_opens_the_channel(room: Roo
 
 async def test_the_next_turn_comes_by_the_channel(room: Room) -> None:
     call = room.call()
-    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    room.handle.turns[-1].put(room.placed())
     room.send(call, *SAID[:2])
     room.send(call, *SAID[2:], None)
     assert [item async for item in call] == ["r", *SAID]
@@ -115,14 +122,14 @@ async def test_deltas_may_come_before_the_place_is_known(room: Room) -> None:
     call = room.call()
     room.send(call, *SAID, None)
     await asyncio.sleep(0.01)
-    room.handle.turns[-1].put(TurnPlaced("r", channelled=True), None)
+    room.handle.turns[-1].put(room.placed(), None)
     assert [item async for item in call] == ["r", *SAID]
     call.close()
 
 
 async def test_a_replica_that_dies_is_heard_of_after_what_it_said(room: Room) -> None:
     call = room.call()
-    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    room.handle.turns[-1].put(room.placed())
     assert await anext(call) == "r"
     room.send(call, *SAID[:2])
     await asyncio.sleep(0.01)
@@ -136,26 +143,66 @@ async def test_a_replica_that_dies_is_heard_of_after_what_it_said(room: Room) ->
 @pytest.mark.parametrize("end", [None, ConnectionError("broke")])
 async def test_a_channel_that_ends_is_a_loss_to_the_turns_in_it(room: Room, end: Exception | None) -> None:
     call = room.call()
-    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    room.handle.turns[-1].put(room.placed())
     assert await anext(call) == "r"
-    room.handle.channels[-1].put(end)
-    with pytest.raises(type(end) if end else ChannelLost):
+    [channel] = room.handle.channels
+    channel.put(end)
+    with pytest.raises(ChannelLost):
         await anext(call)
     call.close()
     assert room.handle.turns[-1].cancelled
+    assert channel.cancelled is (end is not None), "the replica may be there still"
     await room.open_channel()
     assert len(room.handle.channels) == 2, "the next turn opens another"
 
 
-async def test_a_channel_that_broke_unseen_is_a_loss_to_the_next_turn(room: Room) -> None:
-    room.handle.channels[-1].put(None)
+@pytest.mark.parametrize("opened_anew", [True, False])
+async def test_a_channel_that_broke_unseen_by_its_replica_is_a_loss_to_one_turn(room: Room, opened_anew: bool) -> None:
+    before = room.placed()
+    room.handle.channels[-1].put(ConnectionError("broke"))
     await asyncio.sleep(0.01)
+    if opened_anew:
+        await room.open_channel()
     call = room.call()
-    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    room.handle.turns[-1].put(before)
     assert await anext(call) == "r"
     with pytest.raises(ChannelLost):
-        await anext(call)
+        await asyncio.wait_for(anext(call), 5)
     call.close()
+    await asyncio.sleep(0.01)
+    assert len(room.handle.channels) == 2
+    call = room.call()
+    room.handle.turns[-1].put(room.placed())
+    room.send(call, *SAID, None)
+    assert [item async for item in call] == ["r", *SAID]
+    call.close()
+
+
+async def test_a_channel_outlives_the_request_that_opened_it() -> None:
+    """Serve cancels calls with the request in whose context they were made."""
+    seen: list[str] = []
+    request = ContextVar("request", default="none")
+    request.set("the first")
+
+    def opened(*_: object) -> Stream:
+        seen.append(request.get())
+        return Stream()
+
+    inboxes = Inboxes(opened)
+    inboxes.ensure_channel("r")
+    await asyncio.sleep(0.01)
+    assert seen == ["none"]
+    inboxes.close_all()
+
+
+async def test_a_channel_that_is_given_up_before_it_was_opened_can_be_opened_again() -> None:
+    room = Room()
+    room.caller.inboxes.ensure_channel("r")
+    room.caller.inboxes.close_all()
+    await asyncio.sleep(0.01)
+    assert not room.handle.channels
+    await room.open_channel()
+    assert len(room.handle.channels) == 1
 
 
 @pytest.mark.parametrize("channelled", [True, False])
@@ -163,7 +210,7 @@ async def test_a_channel_that_broke_unseen_is_a_loss_to_the_next_turn(room: Room
 async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, heard: int) -> None:
     call = room.call()
     stream = room.handle.turns[-1]
-    stream.put(TurnPlaced("r", channelled))
+    stream.put(room.placed() if channelled else TurnPlaced("r", None))
     if channelled:
         room.send(call, *SAID)
     else:
@@ -176,7 +223,7 @@ async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, hear
     if channelled:
         room.send(call, TurnTokens((9,)))  # on its way when the turn was left
         other = room.call()
-        room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+        room.handle.turns[-1].put(room.placed())
         room.send(other, *SAID, None)
         assert [item async for item in other] == ["r", *SAID]
         other.close()
@@ -185,7 +232,7 @@ async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, hear
 async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_turn(room: Room) -> None:
     [channel] = room.handle.channels
     call = room.call()
-    room.handle.turns[-1].put(TurnPlaced("r", channelled=True))
+    room.handle.turns[-1].put(room.placed())
     assert await anext(call) == "r"
     room.known.set_running(["r", "s"])
     await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
 from serve_app.channel import outbox as outbox_module
-from serve_app.channel.inbox import Inbox, Inboxes
+from serve_app.channel.inbox import ChannelLost, Inbox, Inboxes
 from serve_app.channel.outbox import Batch, Outboxes
 
 
@@ -36,11 +36,11 @@ class Room:
         self.items = 0
         self.opened = 0
         self.broken: set[str] = set()
-        self.reader = Inboxes(lambda replica, reader: Channel(self.batches(replica, reader)))
+        self.reader = Inboxes(lambda replica, reader, channel: Channel(self.batches(replica, reader, channel)))
 
-    async def batches(self, replica: str, reader: str) -> AsyncGenerator[Batch, None]:
+    async def batches(self, replica: str, reader: str, channel: int) -> AsyncGenerator[Batch, None]:
         self.opened += 1
-        async for batch in self.replicas[replica].read(reader):
+        async for batch in self.replicas[replica].read(reader, channel):
             self.items += 1
             if replica in self.broken:
                 raise ConnectionError(replica)
@@ -55,9 +55,10 @@ class Room:
         """The tokens of a turn, as they arrive at the reader."""
         await self.open_channel(replica)
         inbox = self.reader.open()
-        carrying = asyncio.create_task(self.carry(replica, inbox.number, deltas))
+        placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        carrying = asyncio.create_task(self.carry(replica, inbox.number, deltas, placed))
         try:
-            self.reader.expect_from(replica, inbox)
+            self.reader.expect_from(replica, await placed, inbox)
             return await (read or everything)(inbox)
         finally:
             self.reader.close(inbox)
@@ -69,9 +70,12 @@ class Room:
         while not len(self.replicas[replica]):
             await asyncio.sleep(0)
 
-    async def carry(self, replica: str, number: int, deltas: AsyncIterator[TurnDelta]) -> None:
+    async def carry(
+        self, replica: str, number: int, deltas: AsyncIterator[TurnDelta], placed: asyncio.Future[int]
+    ) -> None:
         with self.replicas[replica].turn(self.reader.reader, number) as outbox:
             assert outbox is not None
+            placed.set_result(outbox.channel)
             await outbox.carry(deltas)
 
 
@@ -104,7 +108,6 @@ async def settled(room: Room) -> None:
             break
         await asyncio.sleep(0.01)
     assert not room.reader._channels
-    assert not room.reader._turns
     assert not room.reader._inboxes
     assert [len(outboxes) for outboxes in room.replicas.values()] == [0] * len(room.replicas)
 
@@ -166,7 +169,7 @@ async def test_a_turn_without_a_channel_is_told_so_and_leaves_nothing_behind() -
 
 async def test_a_turn_that_has_ended_waits_until_its_channel_has_taken_all() -> None:
     outboxes = Outboxes()
-    channel = outboxes.read("a")
+    channel = outboxes.read("a", 5)
     reading = asyncio.create_task(anext(channel))
     await asyncio.sleep(0)
 
@@ -189,12 +192,73 @@ async def test_a_turn_that_has_ended_waits_until_its_channel_has_taken_all() -> 
     assert len(outboxes) == 0
 
 
+async def test_two_channels_of_one_reader_take_nothing_from_each_other() -> None:
+    outboxes = Outboxes()
+    go_on = asyncio.Event()
+
+    async def carry(number: int) -> None:
+        with outboxes.turn("a", number) as outbox:
+            assert outbox is not None and outbox.channel == 10 + number
+            await go_on.wait()
+            await outbox.carry(saying([number]))
+
+    channels, readings, turns = [], [], []
+    for number in (1, 2):
+        channels.append(outboxes.read("a", 10 + number))
+        readings.append(asyncio.create_task(anext(channels[-1])))
+        await asyncio.sleep(0)
+        turns.append(asyncio.create_task(carry(number)))
+        await asyncio.sleep(0)
+    go_on.set()
+    for number, channel, reading in zip((1, 2), channels, readings, strict=True):
+        heard = await reading
+        while heard[-1][1] is not None:
+            heard += await anext(channel)
+        assert {turn for turn, _ in heard} == {number}
+    await asyncio.gather(*turns)
+    for channel in channels:
+        await channel.aclose()
+    assert len(outboxes) == 0
+
+
+@pytest.mark.parametrize("said", [0, 1, 3])
+async def test_a_turn_ends_with_its_channel(said: int) -> None:
+    """Its reader has gone, and may not be able to cancel it."""
+    outboxes = Outboxes()
+    channel = outboxes.read("a", 5)
+    reading = asyncio.create_task(anext(channel))
+    await asyncio.sleep(0)
+    closed = asyncio.Event()
+
+    async def deltas() -> AsyncIterator[TurnDelta]:
+        for token in range(said):
+            yield TurnTokens((token,))
+        if said < 3:
+            await closed.wait()
+            yield TurnTokens((9,))
+            raise AssertionError("nobody hears this")
+
+    async def carry() -> None:
+        with outboxes.turn("a", 1) as outbox:
+            assert outbox is not None
+            await outbox.carry(deltas())
+
+    turn = asyncio.create_task(carry())
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await channel.aclose()
+    closed.set()
+    await asyncio.wait_for(turn, 5)
+    assert len(outboxes) == 0
+
+
 async def test_where_a_channel_breaks_its_turns_are_told_and_those_elsewhere_go_on() -> None:
     room = Room(2)
     room.broken.add("r0")
 
     async def failing(inbox: Inbox) -> list[int]:
-        with pytest.raises(ConnectionError):
+        with pytest.raises(ChannelLost):
             await everything(inbox)
         return [-1]
 
