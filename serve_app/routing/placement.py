@@ -76,7 +76,7 @@ class SpillPolicy:
     """`resident`: for a turn whose conversation its home holds; `newcomer`: for one that would be computed
     anew."""
 
-    resident: Margins = Margins(16, 1.5)
+    resident: Margins = Margins(32, 2.0)
     newcomer: Margins = Margins(4, 1.5)
 
 

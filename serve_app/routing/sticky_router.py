@@ -53,8 +53,8 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         self,
         *,
         table_size: int = 50_000,
-        spill_absolute: int = 16,
-        spill_relative: float = 1.5,
+        spill_absolute: int = 32,
+        spill_relative: float = 2.0,
         newcomer_spill_absolute: int = 4,
         newcomer_spill_relative: float = 1.5,
     ) -> None:

@@ -105,7 +105,7 @@ def test_a_table_entry_of_a_replica_that_is_gone_is_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("home_load", "other_load", "spills"),
-    [(16, 0, False), (17, 0, True), (40, 30, False), (60, 40, False), (61, 40, True)],
+    [(32, 0, False), (33, 0, True), (60, 27, True), (60, 30, False), (80, 40, False), (81, 40, True)],
 )
 def test_a_resident_session_spills_only_past_both_margins(home_load: int, other_load: int, spills: bool) -> None:
     views = [ReplicaView("home", home_load, resident=True), ReplicaView("other", other_load)]
@@ -151,6 +151,6 @@ def test_margins_that_make_no_sense_are_refused(absolute: int, relative: float) 
 
 
 def test_wider_margins_keep_a_session_at_home() -> None:
-    views = [ReplicaView("home", 30, resident=True), ReplicaView("other", 0)]
+    views = [ReplicaView("home", 40, resident=True), ReplicaView("other", 0)]
     patient = SpillPolicy(resident=Margins(100, 1.5))
     assert place("k", views, request_id="r", policy=patient).ranked[0] == "home"
