@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_sessions [--sessions 200] [--turns 8] [--replicas 3] [--ingresses 3]
                                               [--parts sticky,round-robin,scale,roll,overload]
 
-Engines, caches, sessions and routers are real; the model only takes its time (8 ms a step, 0.3 ms a token), so that
+Engines, caches, sessions and routers are real; the model only takes its time (8 ms a step, 1 ms a token), so that
 several replicas fit on a small machine. Parts:
 
     sticky, round-robin   all sessions at once, turn after turn: cached share of the possible, TTFT, tokens/s
@@ -64,9 +64,10 @@ class Session:
 
 
 class Room:
-    def __init__(self, url: str, new: int) -> None:
+    def __init__(self, url: str, new: int, at_once: int) -> None:
         self.url = url
         self.new = new
+        self.places = asyncio.Semaphore(at_once)
         self.refused: Counter[int] = Counter()
         self.failed: list[str] = []
 
@@ -126,7 +127,7 @@ class Room:
         bar: tqdm[Any],
         between: Callable[[int], Any] | None = None,
     ) -> float:
-        """All sessions at once; each begins its next turn when the last one has ended. Seconds."""
+        """All sessions, so many turns at once as there are places. Seconds."""
         limits = httpx.Limits(max_connections=len(sessions) + 8)
         begun = time.perf_counter()
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits, trust_env=False) as http:
@@ -134,7 +135,8 @@ class Room:
             async def one(session: Session) -> None:
                 await asyncio.sleep(random.random())
                 for index in range(turns):
-                    await self.turn(http, session)
+                    async with self.places:
+                        await self.turn(http, session)
                     bar.update()
                     if between is not None:
                         await between(index)
@@ -203,7 +205,7 @@ def new_sessions(count: int, name: str) -> list[Session]:
 def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
     application = Application(builder, **common(args))
     application.deploy()
-    room, sessions = Room(url, args.new), new_sessions(args.sessions, name)
+    room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, name)
     with tqdm(total=args.sessions * args.turns, desc=name) as bar:
         seconds = asyncio.run(room.converse(sessions, args.turns, bar))
     summary(name, sessions, seconds, room)
@@ -212,7 +214,7 @@ def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
 def scaled(args: argparse.Namespace, url: str) -> None:
     application = Application("build", **common(args))
     application.deploy()
-    room, sessions = Room(url, args.new), new_sessions(args.sessions, "scale")
+    room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, "scale")
     with tqdm(total=args.sessions * 3 * args.turns, desc="scale") as bar:
         asyncio.run(room.converse(sessions, args.turns, bar))
         before = args.turns
@@ -235,12 +237,12 @@ def scaled(args: argparse.Namespace, url: str) -> None:
 def rolled(args: argparse.Namespace, url: str) -> None:
     application = Application("build", **common(args), graceful_shutdown_timeout_seconds=60.0)
     application.deploy()
-    room, sessions = Room(url, 400), new_sessions(24, "roll")
+    room, sessions = Room(url, 400, 24), new_sessions(24, "roll")
     with tqdm(total=24, desc="roll") as bar:
         asyncio.run(_roll(room, sessions, application, bar))
     summary("roll, drain time longer than the answers", sessions, 1.0, room)
     application.deploy(graceful_shutdown_timeout_seconds=1.0, max_queued_turns=512)
-    room, sessions = Room(url, 400), new_sessions(24, "cut")
+    room, sessions = Room(url, 400, 24), new_sessions(24, "cut")
     with tqdm(total=24, desc="cut") as bar:
         asyncio.run(_roll(room, sessions, application, bar))
     summary("roll, drain time of 1 s", sessions, 1.0, room)
@@ -259,7 +261,8 @@ def overloaded(args: argparse.Namespace, url: str) -> None:
     capacity = args.replicas * (batch + queue)
     Application("build", **{**common(args), "max_batch_size": batch, "max_queued_turns": queue}).deploy()
     for share in (0.5, 1.0, 2.0, 3.0, 0.5):
-        room, sessions = Room(url, args.new), new_sessions(round(share * capacity), f"load-{share}-{time.time()}")
+        room = Room(url, args.new, 10_000)
+        sessions = new_sessions(round(share * capacity), f"load-{share}-{time.time()}")
         with tqdm(total=len(sessions) * args.turns, desc=f"overload {share}") as bar:
             seconds = asyncio.run(room.converse(sessions, args.turns, bar))
         summary(f"{share} of the capacity ({len(sessions)} clients)", sessions, seconds, room)
@@ -284,6 +287,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--at-once", type=int, default=32, help="turns that run at a time")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ingresses", type=int, default=3)
     parser.add_argument("--parts", default="sticky,round-robin,scale,roll,overload")

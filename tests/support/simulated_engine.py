@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine_actor.actor import DecoderFactory, EngineActor
 
 STEP_SECONDS = 0.008
-TOKEN_SECONDS = 0.0003
+TOKEN_SECONDS = 0.001
 FIRST_WORD, WORDS = 1000, 5000  # ids of ordinary tokens in the demo model's vocabulary
 
 
