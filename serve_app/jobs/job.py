@@ -76,20 +76,25 @@ def run(options: BatchOptions, flags: Mapping[str, Any]) -> int:
             if finished_before(output, (output_id(line) for line in read_lines(source))):
                 say(f"{output} is there already, with all {total} lines")
                 return 0
-            journal = stack.enter_context(Journal(output))
+            journal = Journal(output)
+            journal.check_source(source)
+            stack.enter_context(journal)
         except (StartFailed, JournalError, OSError) as error:
             fail(str(error))
             return 2
-        before = sum(journal.has(line) for line in read_lines(source))
-        _announce(output, before, total)
+        except KeyboardInterrupt:
+            say("stopped")
+            return 130
         try:
+            before = sum(journal.has(line) for line in read_lines(source))
+            _announce(output, before, total)
             if before < total:
                 _answer(Batch(options, args, journal, before, total))
             counts = journal.finish(read_lines(source))
         except (StartFailed, ModelStoreError, ConnectionError) as error:
             fail(str(error))
             return 2 if isinstance(error, NoSuchModel) else 1
-        except (BatchStuck, OSError) as error:
+        except (BatchStuck, JournalError, OSError) as error:
             fail(f"{error}; {_GOES_ON}")
             return 1
         except KeyboardInterrupt:

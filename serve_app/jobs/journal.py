@@ -40,10 +40,16 @@ class Journal:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._path = output.with_name(output.name + ".partial")
+        self._new = output.with_name(output.name + ".new")
         self._done: dict[tuple[int, str], int] = {}  # by line: where its record begins
 
+    def check_source(self, source: Path) -> None:
+        """Raises JournalError if the input is one of the files that are written here."""
+        if source.resolve() in {path.resolve() for path in (self._output, self._path, self._new)}:
+            raise JournalError(f"{source} would be overwritten: choose another --output")
+
     def __enter__(self) -> Journal:
-        """Raises JournalError if another job writes here, OSError if nobody can."""
+        """Raises JournalError if another job writes here, or something else is here; OSError if nobody can write."""
         self._output.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b")
         try:
@@ -51,25 +57,39 @@ class Journal:
         except BlockingIOError:
             self._file.close()
             raise JournalError(f"another job writes {self._path}: wait for it, or choose another --output") from None
-        self._load()
+        try:
+            self._load()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if not self._done:
-            self._path.unlink(missing_ok=True)
-        self._file.close()
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError:
+            if error is None:  # else a full disk is what the caller hears of already
+                raise
+        finally:
+            if not self._done:
+                self._path.unlink(missing_ok=True)
+            self._file.raw.close()  # closing the buffer would try to write again
 
     def _load(self) -> None:
         """Records up to the first that is not whole: the job was killed while it wrote it."""
         self._file.seek(0)
         whole = 0
         for text in self._file:
+            if not text.endswith(b"\n"):
+                break
             try:
                 entry = json.loads(text)
                 self._done[entry["line"], entry["sha256"]] = whole
             except (ValueError, KeyError, TypeError):
+                if not self._done:
+                    told = f"{self._path} is not what a job has left: remove it, or choose another --output"
+                    raise JournalError(told) from None
                 break
             whole += len(text)
         self._file.truncate(whole)
@@ -87,18 +107,19 @@ class Journal:
         self._done[line.number, line.digest] = begin
 
     def finish(self, lines: Iterable[Line]) -> Counts:
-        """Writes the output, all of it or nothing, and ends the journal. Every line must be done."""
+        """Writes the output, all of it or nothing, and ends the journal. Raises JournalError if a line is not done."""
         counts = Counts()
-        new = self._output.with_name(self._output.name + ".new")
-        with new.open("wb") as file:
+        with self._new.open("wb") as file:
             for line in lines:
+                if not self.has(line):
+                    raise JournalError(f"line {line.number} is new: the input has changed meanwhile")
                 self._file.seek(self._done[line.number, line.digest])
                 record = json.loads(self._file.readline())["record"]
                 file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
                 counts.note(good=record["error"] is None)
             file.flush()
             os.fsync(file.fileno())
-        new.replace(self._output)
+        self._new.replace(self._output)
         self._path.unlink()
         return counts
 

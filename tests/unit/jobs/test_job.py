@@ -61,6 +61,28 @@ def test_a_second_job_on_the_same_output_is_refused(source: Path, tmp_path: Path
     assert "another job writes" in result.stderr
 
 
+@pytest.mark.parametrize("moment", ["read_args", "read_lines", "_announce", "_answer"])
+def test_a_job_can_be_stopped_at_any_time(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, moment, stopped)
+    result = batch(source, tmp_path / "out.jsonl")
+    assert result.exit_code == 130
+    assert "stopped" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.partial", "out.jsonl.new", "out.jsonl"])
+def test_the_input_is_not_overwritten(source: Path, tmp_path: Path, name: str) -> None:
+    source = source.rename(tmp_path / name)
+    result = batch(source, tmp_path / "out.jsonl")
+    assert result.exit_code == 2
+    assert source.read_bytes() == INPUT
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "told"),
     [("no-such-file", (), "No such file"), ("in.jsonl", ("--replicas", "0"), "replicas"), ("", (), "directory")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import tempfile
 from pathlib import Path
 
@@ -60,6 +61,59 @@ def test_a_journal_that_was_cut_anywhere_is_gone_on_from(cut: int) -> None:
                 journal.add(line, record(line))
             journal.finish(LINES)
         assert written(output) == [record(line) for line in LINES]
+
+
+def test_a_record_counts_with_the_end_of_its_line(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with Journal(output) as journal:
+        journal.add(LINES[0], record(LINES[0]))
+    partial = output.with_name("out.jsonl.partial")
+    partial.write_bytes(partial.read_bytes()[:-1])
+    with Journal(output) as journal:
+        assert not journal.has(LINES[0])
+        for line in LINES:
+            journal.add(line, record(line))
+        journal.finish(LINES)
+    assert written(output) == [record(line) for line in LINES]
+
+
+def test_what_a_full_disk_has_taken_is_kept(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as full, Journal(output) as journal:
+            for line in LINES:
+                journal.add(line, record(line))
+        assert full.value.__context__ is None, "it is told once"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Journal(output) as journal:
+        done = [line for line in LINES if journal.has(line)]
+        assert done == LINES[: len(done)]
+        assert 0 < len(done) < len(LINES)
+        for line in LINES[len(done) :]:
+            journal.add(line, record(line))
+        journal.finish(LINES)
+    assert written(output) == [record(line) for line in LINES]
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_bytes(b"precious\n")
+    with pytest.raises(JournalError, match="is not what a job has left"), Journal(tmp_path / "out.jsonl"):
+        pass
+    assert partial.read_bytes() == b"precious\n"
+
+
+def test_an_input_that_has_grown_meanwhile_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out.jsonl") as journal:
+        journal.add(LINES[0], record(LINES[0]))
+        with pytest.raises(JournalError, match="line 2 is new"):
+            journal.finish(LINES[:2])
+    with Journal(tmp_path / "out.jsonl") as journal:
+        assert journal.has(LINES[0])
+        journal.finish(LINES[:1])
 
 
 def test_a_line_that_has_changed_is_not_done(tmp_path: Path) -> None:
