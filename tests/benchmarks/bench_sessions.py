@@ -67,7 +67,7 @@ class Room:
     def __init__(self, url: str, new: int, at_once: int) -> None:
         self.url = url
         self.new = new
-        self.places = asyncio.Semaphore(at_once)
+        self.at_once = at_once
         self.refused: Counter[int] = Counter()
         self.failed: list[str] = []
 
@@ -129,13 +129,14 @@ class Room:
     ) -> float:
         """All sessions, so many turns at once as there are places. Seconds."""
         limits = httpx.Limits(max_connections=len(sessions) + 8)
+        places = asyncio.Semaphore(self.at_once)
         begun = time.perf_counter()
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits, trust_env=False) as http:
 
             async def one(session: Session) -> None:
                 await asyncio.sleep(random.random())
                 for index in range(turns):
-                    async with self.places:
+                    async with places:
                         await self.turn(http, session)
                     bar.update()
                     if between is not None:
