@@ -7,11 +7,14 @@ no word for begins with `moorage_`. Ray Serve adds the labels deployment, replic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ray.serve import metrics as serve_metrics
+
+logger = logging.getLogger("moorage.engine")
 
 ENGINE = "0"
 """Label `engine`: vLLM counts engines inside a replica, and here a replica has one."""
@@ -113,16 +116,26 @@ def open_in_ray(metric: Metric, model_name: str) -> Record:
 class EngineMetrics:
     """All metrics of one engine. Counters are summed up here, which costs next to nothing, and handed on by `publish`.
 
-    `add` and `observe` may be called from two threads, as long as each counter has only one that adds to it.
+    `add` and `observe` may be called from two threads, as long as each counter has only one that adds to it. What is
+    measured must not suffer from it, so a metric that cannot be recorded is told of in the log, once.
     """
 
     def __init__(self, open_metric: Callable[[Metric], Record]) -> None:
         self._records = {metric: open_metric(metric) for metric in METRICS}
         self._totals: dict[tuple[Metric, str], float] = {}
         self._published: dict[tuple[Metric, str], float] = {}
+        self._broken: set[Metric] = set()
 
     def observe(self, histogram: Metric, value: float) -> None:
-        self._records[histogram](value, "")
+        self._record(histogram, value, "")
+
+    def _record(self, metric: Metric, value: float, tag: str) -> None:
+        try:
+            self._records[metric](value, tag)
+        except Exception:
+            if metric not in self._broken:
+                self._broken.add(metric)
+                logger.exception("the metric %s cannot be recorded", metric.name)
 
     def add(self, counter: Metric, amount: float, tag: str = "") -> None:
         key = (counter, tag)
@@ -135,12 +148,12 @@ class EngineMetrics:
     def publish(self, stats: Mapping[str, float]) -> None:
         """`stats`: of the EngineActor, at this moment."""
         for gauge, tag, value in _gauges(stats):
-            self._records[gauge](value, tag)
+            self._record(gauge, value, tag)
         self._totals.update({(counter, tag): total for counter, tag, total in _totals(stats)})
         for (counter, tag), total in self._totals.copy().items():  # the owner thread may add a key meanwhile
             growth = total - self._published.get((counter, tag), 0.0)
             if growth > 0:
-                self._records[counter](growth, tag)
+                self._record(counter, growth, tag)
                 self._published[counter, tag] = total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ class Exported:
         return {tag: value for (known, tag), value in self.values.items() if known == name}
 
 
+@pytest.fixture(autouse=True)
+def recorded(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What `Exported` refuses is only told in the log."""
+    yield
+    if "caplog" not in request.function.__code__.co_varnames:
+        assert "cannot be recorded" not in caplog.text
+
+
 STATS = {
     "blocks_usable": 10.0,
     "running": 0.0,
@@ -82,6 +91,26 @@ def watch(exported: Exported, *deltas: tuple[float, TurnDelta], choices: int = 1
             clock.now += seconds
             turn_watch.note(delta)
     exported.metrics.publish(STATS)
+
+
+def test_a_metric_that_cannot_be_recorded_hurts_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Else it would end the turn, or stop the engine, whose thread reports each step."""
+
+    def refuse(value: float, tag: str) -> None:
+        raise ValueError("no exporter")
+
+    metrics = m.EngineMetrics(lambda _: refuse)
+    step = StepReport(1, StepOutcome.COMMITTED, rows=1, tokens=1)
+    for _ in range(2):
+        StepWatch(metrics)(step)
+        with TurnWatch(metrics, 1) as turn_watch:
+            turn_watch.note(TurnAccepted("r", 3, 0))
+            turn_watch.note(TurnTokens((1,)))
+            turn_watch.note(TurnEnded(EndReason.STOP, 3, 0, 1))
+        metrics.publish(STATS)
+    told = [record.getMessage() for record in caplog.records]
+    assert f"the metric {m.END_TO_END.name} cannot be recorded" in told
+    assert len(told) == len(set(told))
 
 
 def test_a_turn_is_counted_with_its_tokens_its_cache_and_its_times() -> None:
