@@ -207,11 +207,17 @@ async def measure(options: argparse.Namespace, url: str) -> int:
     return int(bool(bench.failures))
 
 
+def catch_signals() -> None:
+    """Both leave by KeyboardInterrupt, so that nothing is left behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
 def start(address: str) -> str:
     [port] = free_ports(1)
     with step("Serve, and the application without an engine"):
         session = replace(start_ray(address), owned=True)  # we have started it, so one proxy is enough
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own in its place
+        catch_signals()  # Ray has put its own handlers in their place
         start_serve(session, "127.0.0.1", port)
         serve.run(build(ARGS), name=APPLICATION)
     return f"http://127.0.0.1:{port}"
@@ -223,7 +229,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds that any step may take")
     options = parser.parse_args()
     code = 130
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    catch_signals()
     with contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
         with step("a cluster without a GPU"):
             cluster = fake_cluster(head_cpus=2, node_cpus=1, most_nodes=2, idle_seconds=NODE_IDLE_SECONDS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from pydantic import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -19,6 +20,7 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 from serve_app import app
 from serve_app.commands.serve import read_args
 from serve_app.config import AppArgs
+from serve_app.jobs import batch
 from serve_app.routing import sticky_router
 from serve_app.telemetry.metrics import METRICS
 
@@ -199,6 +201,7 @@ def test_the_rayjob_runs_the_batch_command_on_files_that_its_driver_has() -> Non
     words = job["entrypoint"].split()
     assert words[:3] == ["python", "-m", "serve_app.jobs.batch"]
     flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert set(flags) <= {flag for parameter in typer.main.get_command(batch.app).params for flag in parameter.opts}
     head, container = pods(job["rayClusterSpec"])[0]
     folders = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert flags["--input"].startswith(folders["data"] + "/")
