@@ -147,17 +147,25 @@ class Room:
 
 
 class Application:
-    """The application as a config file deploys it: a change of the number of replicas restarts none."""
+    """The application as a config file deploys it. A change of `args` is a new version, which replaces all replicas; a
+    change of the deployment's own number of replicas replaces none."""
 
-    def __init__(self, builder: str, **fields: Any) -> None:
+    def __init__(self, builder: str, fields: dict[str, Any]) -> None:
         self._builder = builder
         self._fields = fields
+        self._replicas = fields["replicas"]
+
+    def scale(self, replicas: int) -> None:
+        self._replicas = replicas
+        self.deploy()
 
     def deploy(self, **changed: Any) -> None:
         """Returns when it runs as wished."""
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
+
+        from serve_app.app import ENGINES
 
         self._fields |= changed
         config = {
@@ -166,6 +174,7 @@ class Application:
                     "name": APPLICATION,
                     "import_path": f"tests.support.simulated_engine:{self._builder}",
                     "args": {"model": MODEL, "served_model_name": MODEL, **self._fields},
+                    "deployments": [{"name": ENGINES, "num_replicas": self._replicas}],
                 }
             ]
         }
@@ -204,7 +213,7 @@ def new_sessions(count: int, name: str) -> list[Session]:
 
 
 def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
-    application = Application(builder, **common(args))
+    application = Application(builder, common(args))
     application.deploy()
     room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, name)
     with tqdm(total=args.sessions * args.turns, desc=name) as bar:
@@ -213,7 +222,7 @@ def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
 
 
 def scaled(args: argparse.Namespace, url: str) -> None:
-    application = Application("build", **common(args))
+    application = Application("build", common(args))
     application.deploy()
     room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, "scale")
     with tqdm(total=args.sessions * 3 * args.turns, desc="scale") as bar:
@@ -221,7 +230,7 @@ def scaled(args: argparse.Namespace, url: str) -> None:
         before = args.turns
 
         async def while_changing(replicas: int) -> None:
-            change = asyncio.to_thread(application.deploy, replicas=replicas)
+            change = asyncio.to_thread(application.scale, replicas)
             talk = room.converse(sessions, args.turns, bar)
             await asyncio.gather(change, talk)
 
@@ -236,7 +245,7 @@ def scaled(args: argparse.Namespace, url: str) -> None:
 
 
 def rolled(args: argparse.Namespace, url: str) -> None:
-    application = Application("build", **common(args), graceful_shutdown_timeout_seconds=60.0)
+    application = Application("build", {**common(args), "graceful_shutdown_timeout_seconds": 60.0})
     application.deploy()
     room, sessions = Room(url, 400, 24), new_sessions(24, "roll")
     with tqdm(total=24, desc="roll") as bar:
@@ -260,7 +269,7 @@ async def _roll(room: Room, sessions: list[Session], application: Application, b
 def overloaded(args: argparse.Namespace, url: str) -> None:
     batch, queue = 8, 8
     capacity = args.replicas * (batch + queue)
-    Application("build", **{**common(args), "max_batch_size": batch, "max_queued_turns": queue}).deploy()
+    Application("build", {**common(args), "max_batch_size": batch, "max_queued_turns": queue}).deploy()
     for share in (0.5, 1.0, 2.0, 3.0, 0.5):
         room = Room(url, args.new, 10_000)
         sessions = new_sessions(round(share * capacity), f"load-{share}-{time.time()}")
