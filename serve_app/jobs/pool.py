@@ -19,7 +19,15 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.turns import ForkOutcome, RefusalCode, SessionInfo, TurnDelta, TurnRefused, TurnRequest
+from engine_actor.turns import (
+    ForkOutcome,
+    RefusalCode,
+    SessionInfo,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+)
 from serve_app.commands.console import say
 from serve_app.commands.serve import StartFailed
 from serve_app.config import AppArgs
@@ -59,7 +67,8 @@ class BatchEngine:
 
 class PoolClient:
     """Implements `serve_app.ingress.engine_client.EngineClient` over a pool: the engine with the fewest turns takes the
-    next one."""
+    next one. A turn that loses its engine goes to the others first, since one that fails at once has the fewest turns
+    for ever."""
 
     def __init__(self, engines: Sequence[ActorHandle], context_limit: int) -> None:
         self._open = dict.fromkeys(engines, 0)
@@ -67,10 +76,12 @@ class PoolClient:
 
     async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         """See the protocol. All deltas come at once, at the end."""
+        lost: set[ActorHandle] = set()
         for attempt in range(_TRIES):
-            if attempt:
+            if len(lost) == len(self._open):
                 await asyncio.sleep(_PAUSE_SECONDS * attempt)
-            engine = min(self._open, key=self._open.__getitem__)
+                lost.clear()
+            engine = min((e for e in self._open if e not in lost), key=self._open.__getitem__)
             self._open[engine] += 1
             answer = engine.run_turn.remote(request)
             done = False
@@ -79,11 +90,15 @@ class PoolClient:
                 done = True
             except RayActorError:
                 done = True
+                lost.add(engine)
                 continue
             finally:
                 self._open[engine] -= 1
                 if not done:
                     ray.cancel(answer)
+            if _stopped(deltas[-1]):
+                lost.add(engine)
+                continue
             for delta in deltas:
                 yield delta
             return
@@ -103,6 +118,13 @@ class PoolClient:
 
     async def context_limit(self) -> int | None:
         return self._context_limit
+
+
+def _stopped(last: TurnDelta) -> bool:
+    """Whether the turn ended since its engine had stopped."""
+    if isinstance(last, TurnRefused):
+        return last.code is RefusalCode.UNAVAILABLE
+    return isinstance(last, TurnEnded) and last.resumable
 
 
 async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
