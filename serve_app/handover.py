@@ -49,7 +49,10 @@ class Handover:
         """Until it is cancelled."""
         self._known.listen(self._see)
         # A call makes this process follow the set of replicas; it is answered when the first of them is there.
-        await self._signs.remote(**{ONLY: self._replica})
+        try:
+            await self._signs.remote(**{ONLY: self._replica})
+        except Exception as error:  # the one that was to answer is lost; the set is followed all the same
+            logger.info("%s: no answer from the first replica: %s", self._replica, type(error).__name__)
         self._see(self._known.running)
         await self._taken_out.wait()
         logger.info("%s: is being stopped, and hands its conversations over", self._replica)

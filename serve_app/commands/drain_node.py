@@ -52,6 +52,9 @@ def drain(node_id: str, gcs_address: str, timeout: int) -> int:
     if asked.returncode:
         fail(f"the node could not be drained: {(asked.stderr or asked.stdout).strip()[-500:]}")
         return 1
+    if not raylets:
+        fail("the node is being drained, but its processes are not seen from here, so its end is not either")
+        return 1
     with step("draining; running answers are finished"):
         _, left = psutil.wait_procs(raylets, timeout=timeout)
     if left:

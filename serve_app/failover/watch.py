@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from typing import Any
 
 from serve_app.routing.known_replicas import KnownReplicas
@@ -88,7 +89,8 @@ class ReplicaWatch:
         place = Place(self)
         self._places.add(place)
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look_around())
+            # For all turns, so without the context of this one: Serve cancels calls with the request that made them.
+            self._looking = asyncio.get_running_loop().create_task(self._look_around(), context=Context())
         try:
             yield place
         finally:

@@ -44,6 +44,7 @@ class Room:
         self.known = KnownReplicas()
         self.outcomes: dict[str, list[Any]] = {}
         self.adopted: list[tuple[str, str, int]] = []
+        self.sign: Any = ("r", True)
         self.answers: list[Answer] = []
         self._method = self._key = ""
         self.handover = Handover("r", self, self, self.known)  # type: ignore[arg-type]
@@ -59,7 +60,7 @@ class Room:
     def remote(self, *args: Any, **kwargs: Any) -> Answer:
         if self._method == "sign_of_life":
             assert kwargs == {"only": "r"}
-            return Answer(("r", True))
+            return Answer(self.sign)
         assert kwargs == {"avoid": ("r",)}
         self.adopted.append((args[0].session_id, self._key, len(args[0].tokens)))
         outcomes = self.outcomes.get(args[0].session_id, [])
@@ -105,6 +106,19 @@ async def test_once_it_is_taken_out_everything_goes_once_and_again_where_it_has_
     running.cancel()
     await room.handover.finish()
     assert [(name, length) for name, _, length in room.adopted[2:]] == [("a", 5), ("c", 3)]
+
+
+async def test_a_replica_that_is_lost_while_it_answers_the_first_question_changes_nothing() -> None:
+    room = Room(session("a"))
+    room.handover._signs.sign = ConnectionError("x")
+    running = asyncio.create_task(room.handover.run())
+    await settle()
+    room.known.set_running(["r", "s"])
+    await settle()
+    room.known.set_running(["s"])
+    await settle()
+    running.cancel()
+    assert [name for name, _, _ in room.adopted] == ["a"]
 
 
 async def test_the_rest_goes_at_the_end_though_nobody_said_before_that_it_comes() -> None:

@@ -290,6 +290,13 @@ def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert path in "".join(captured.get().split())
 
 
+def test_a_node_that_is_not_seen_is_not_said_to_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with doctor.console.capture():
+        assert drain_node.drain("no-such-node", "127.0.0.1:1", timeout=600) == 1
+
+
 def test_a_node_that_cannot_be_drained_is_said_and_not_waited_for() -> None:
     with doctor.console.capture():
         assert drain_node.drain("no-such-node", "127.0.0.1:1", timeout=600) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -133,6 +134,24 @@ async def test_a_turn_that_its_replica_tells_something_asks_nobody(watch: Replic
             await asyncio.sleep(0.001)
         before = [q for q in asked.questions if q == "a"]
         assert len(before) <= 3, "only where this machine itself was slow"
+
+
+async def test_a_question_is_that_of_all_turns_and_not_of_the_request_that_came_first(known: KnownReplicas) -> None:
+    """Serve cancels calls with the request in whose context they were made."""
+    request = ContextVar("request", default="none")
+    request.set("the first")
+    seen: list[str] = []
+
+    async def ask(replica: str) -> tuple[str, bool]:
+        seen.append(request.get())
+        return replica, True
+
+    with ExitStack() as stack:
+        _, task = waiting_at(stack, ReplicaWatch(ask, known), "a")
+        while not seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+    assert set(seen) == {"none"}
 
 
 async def test_a_turn_on_its_way_is_called_back_when_a_replica_fails_to_answer(
