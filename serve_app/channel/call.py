@@ -94,11 +94,12 @@ class ChannelCall:
     def close(self) -> None:
         """The deltas are of no more interest; a turn that has not ended is cancelled."""
         self._inboxes.close(self._inbox)
-        if self._break is not None and self._ended:
+        ended = self._ended or self._inbox.complete
+        if self._break is not None and ended:
             # Held until then, since the event loop forgets tasks that nobody holds.
             _ending.add(self._break)
             self._break.add_done_callback(_ending.discard)
-        elif not self._ended:
+        elif not ended:
             if self._break is not None:
                 self._break.cancel()
             self._stream.cancel()

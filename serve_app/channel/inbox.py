@@ -54,14 +54,16 @@ class _Reading:
 
 
 class Inbox:
-    """The deltas of one turn."""
+    """The deltas of one turn. `complete`: the last one has come, and may not be read yet."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.complete = False
         self._mailbox = Mailbox()
         self._error: BaseException | None = None
 
     def put(self, delta: TurnDelta | None) -> None:
+        self.complete = delta is None
         self._mailbox.put([delta])
 
     def fail(self, error: BaseException) -> None:

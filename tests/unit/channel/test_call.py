@@ -229,6 +229,16 @@ async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, hear
         other.close()
 
 
+async def test_a_turn_of_which_all_has_come_is_not_cancelled_though_its_end_was_not_read(room: Room) -> None:
+    """Who hears of its last choice's end reads no further."""
+    call = room.call()
+    room.handle.turns[-1].put(room.placed())
+    room.send(call, *SAID, None)
+    assert [await anext(call) for _ in range(1 + len(SAID))] == ["r", *SAID]
+    call.close()
+    assert not room.handle.turns[-1].cancelled
+
+
 async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_turn(room: Room) -> None:
     [channel] = room.handle.channels
     call = room.call()
