@@ -220,8 +220,14 @@ class EngineActor:
         return await self._on_owner(lambda loop: loop.sessions.infos(owner))
 
     async def dormant_sessions(self) -> list[MovedSession]:
-        """All conversations that no turn is using, for another replica to `adopt`."""
+        """All conversations that no turn is using, for another replica to `adopt`; without their KV caches."""
         return await self._on_owner(lambda loop: loop.sessions.dormant())
+
+    async def take_along(self, owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
+        """One of them with its KV cache, unless that is larger than `most_bytes`; None if it is dormant no more. The
+        copy holds up the next step: milliseconds for a cache of tens of megabytes."""
+        key = session_key(owner, session_id)
+        return await self._on_owner(lambda loop: loop.sessions.take_along(key, most_bytes))
 
     async def adopt(self, moved: MovedSession) -> bool:
         """Takes over a conversation of another replica; False if it is known here."""

@@ -38,6 +38,12 @@ class Conversation:
     running: bool = False
     waiting: deque[object] = field(default_factory=deque)
 
+    @property
+    def dormant(self) -> bool:
+        """Something of it is known, and no turn is using it."""
+        length = len(self.tokens) if self.request is None else self.request.current_length
+        return length > 0 and not self.running and not self.waiting
+
     def sequence(self) -> list[int]:
         return self.request.tokens if self.request is not None else self.tokens
 

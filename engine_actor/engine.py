@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine_actor.decoding.decoder import Decoder, PoolGeometry
+from engine_actor.decoding.decoder import Decoder, KvBlocks, PoolGeometry
 from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import (
     ContractViolation,
@@ -28,6 +28,7 @@ from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.sizing import state_slots_for
+from engine_actor.moving import Mover
 from engine_actor.options import EngineConfig, Numerics, RequestOptions, require_integer
 from engine_actor.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.request import FinishReason, Request, RequestStatus
@@ -80,6 +81,7 @@ class Engine:
             manifest.eos_token_ids,
             manifest.max_draft_tokens,
         )
+        self._mover = Mover(decoder, self._lifecycle)
         self._scheduler = Scheduler(self._lifecycle, config)
         self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
         self._sampler = BatchedSampler()
@@ -100,6 +102,18 @@ class Engine:
 
     def get_request(self, request_id: int) -> Request | None:
         return self._lifecycle.get(request_id)
+
+    def read_cache(self, request: Request, most_bytes: int) -> KvBlocks | None:
+        """A copy of what is cached of a dormant request, for `restore_request` of another engine. None if nothing is,
+        if it is more than `most_bytes`, or if the model keeps more of a request than blocks."""
+        return self._mover.read(request._record, most_bytes)
+
+    def restore_request(
+        self, tokens: Sequence[int], kv: KvBlocks, options: RequestOptions | None = None
+    ) -> Request | None:
+        """A dormant request of these tokens, the first `kv.positions` of which are cached. None where the cache comes
+        from another model, type or block size, or where it finds no room: nothing gives way for it."""
+        return self._mover.restore(tokens, kv, options or RequestOptions())
 
     @property
     def fatal_error(self) -> EngineUnhealthy | None:

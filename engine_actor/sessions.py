@@ -193,25 +193,30 @@ class SessionTable:
     # -- moving to another replica ------------------------------------------------------------------------------------
 
     def dormant(self) -> list[MovedSession]:
-        """Every conversation that no turn is using, as another replica would take it over; those used last come first,
-        since they are the likeliest to go on."""
-        now = self._clock()
-        return [
-            self._moved(conversation, now)
-            for conversation in reversed(self._conversations.values())
-            if not conversation.running and not conversation.waiting and conversation.sequence()
-        ]
+        """Every conversation that no turn is using, as another replica would take it over, without its KV cache; those
+        used last come first, since they are the likeliest to go on."""
+        return [self._moved(c) for c in reversed(self._conversations.values()) if c.dormant]
 
-    def _moved(self, conversation: Conversation, now: float) -> MovedSession:
-        sequence = conversation.sequence()
+    def take_along(self, key: str, most_bytes: int) -> MovedSession | None:
+        """One of them with its KV cache, unless that is larger than `most_bytes`; None if it is not dormant here."""
+        conversation = self._conversations.get(key)
+        if conversation is None or not conversation.dormant:
+            return None
+        request = conversation.request
+        kv = None if request is None else self._engine.read_cache(request, most_bytes)
+        return replace(self._moved(conversation), kv=kv)
+
+    def _moved(self, conversation: Conversation) -> MovedSession:
+        sequence, request = conversation.sequence(), conversation.request
         spans = (HistorySpan(a.start, a.end, self._digest(a, sequence)) for a in conversation.answers)
         answers = tuple(spans) if self._detokenize is not None else ()
-        idle = now - conversation.last_used
-        return MovedSession(conversation.owner, conversation.session_id, tuple(sequence), answers, idle)
+        idle = self._clock() - conversation.last_used
+        cached = 0 if request is None else request.processed_length
+        return MovedSession(conversation.owner, conversation.session_id, tuple(sequence), answers, idle, cached)
 
     def adopt(self, moved: MovedSession) -> bool:
-        """Remembers a conversation that another replica had, as one whose memory was evicted; False if it is known
-        here, since what is known here is newer."""
+        """Takes over a conversation that another replica had: as a resident if its KV cache came along and there is
+        room, else as one whose memory was evicted. False if it is known here: what is known here is newer."""
         key = session_key(moved.owner, moved.session_id)
         if key in self._conversations:
             return False
@@ -219,6 +224,13 @@ class SessionTable:
         conversation = Conversation(key, moved.owner, moved.session_id, last_used, tokens=list(moved.tokens))
         conversation.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
         self._conversations[key] = conversation
+        for later in [c.key for c in self._conversations.values() if c.last_used > last_used]:
+            self._conversations.move_to_end(later)
+        if moved.kv is not None and len(self.resident_keys()) < self._max_sessions:
+            options = RequestOptions(salt=moved.owner.encode())
+            conversation.request = self._engine.restore_request(conversation.tokens, moved.kv, options)
+            if conversation.request is not None:
+                conversation.tokens = []
         self._forget_surplus()
         return True
 

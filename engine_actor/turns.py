@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from engine_actor.decoding.decoder import KvBlocks
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
 
@@ -170,8 +171,10 @@ class SessionInfo:
 class MovedSession:
     """A dormant conversation on its way to another replica: what it takes to go on there, token for token.
 
-    tokens   the whole sequence
-    answers  [start, end) in it and the sha256 digest of the text, of answers in order
+    tokens         the whole sequence
+    answers        [start, end) in it and the sha256 digest of the text, of answers in order
+    cached_tokens  of them are in the KV cache, where it comes from
+    kv             what that cache holds, if it comes along
     """
 
     owner: str
@@ -179,6 +182,8 @@ class MovedSession:
     tokens: tuple[int, ...]
     answers: tuple[HistorySpan, ...]
     idle_seconds: float
+    cached_tokens: int = 0
+    kv: KvBlocks | None = None
 
 
 class ForkOutcome(StrEnum):

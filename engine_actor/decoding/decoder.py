@@ -6,6 +6,7 @@ business. It writes only into the blocks and slots that the step names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +53,8 @@ class DecoderManifest:
     state_bytes       of one slot of recurrent and convolutional states over all layers; 0: the model has none
     windowed          layers that keep a ring instead of the whole sequence; None: no such layers. At least one layer
                       keeps the whole sequence (F011)
+    cache_identity    all that the content of a block depends on beside its tokens and positions: weights,
+                      configuration, type of the elements. "": it is not known, and blocks stay where they are
     """
 
     vocab_size: int
@@ -61,6 +64,12 @@ class DecoderManifest:
     max_draft_tokens: int = 0
     state_bytes: int = 0
     windowed: WindowedState | None = None
+    cache_identity: str = ""
+
+    @property
+    def blocks_can_move(self) -> bool:
+        """Another decoder of the same identity can go on from a request's paged blocks: they are all that it keeps."""
+        return bool(self.cache_identity) and not self.state_bytes and self.windowed is None
 
     def __post_init__(self) -> None:
         windowed = self.windowed
@@ -117,6 +126,20 @@ class PackedStep:
     windowed_table: Int32 | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """What a request's blocks hold, as plain data that pickles without a copy (protocol 5).
+
+    fingerprint  of the cache that they come from; they are of use in one of the same fingerprint only
+    positions    that are valid: the first ones of the sequence. The last block may be filled in part
+    content      [parts, blocks, ...], as `Decoder.read_blocks` gives it
+    """
+
+    fingerprint: str
+    positions: int
+    content: NDArray[Any]
+
+
 class Decoder(Protocol):
     """Implemented by every backend and by the doubles of the tests; one conformance suite runs over all of them."""
 
@@ -138,4 +161,15 @@ class Decoder(Protocol):
         Raises RetryableStepError (nothing is wrong with the decoder, the same step may succeed later) or
         ExecutionMemoryExceeded; MemoryError and torch's out-of-memory error count as the latter, all else is fatal.
         """
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[Any]:
+        """A copy of what these paged blocks hold, in host memory: [parts, len(blocks), ...]. The parts of a transformer
+        are the keys of its first layer, the values of it, the keys of the second and so on: [2 * layers, len(blocks),
+        block_size, kv_heads, head_size], bfloat16 as uint16. Called only if `manifest.blocks_can_move`."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[Any]) -> None:
+        """Fills these paged blocks with what `read_blocks` gave, here or in a decoder of the same identity and block
+        size. `content` may be read-only."""
         ...

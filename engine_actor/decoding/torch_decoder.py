@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_actor.decoding.decoder import DecoderManifest, Int64, PackedStep, PagedState, PoolGeometry
@@ -18,6 +21,8 @@ from engine_actor.weights.config import ModelConfig
 from kernels.block_copy import copy_blocks
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# numpy has no bfloat16.
+_PLAIN = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 # What the attention kernels can take.
 _HEAD_MULTIPLE, _MAX_HEAD_SIZE = 8, 256
 _CACHE_LINE = 64
@@ -43,6 +48,7 @@ class TorchDecoder:
             ),
             # Only where a row is the same in any company does a verified draft say what decoding would have said.
             max_draft_tokens=MAX_DRAFT_TOKENS if self.row_invariant else 0,
+            cache_identity=f"{model.fingerprint} {dtype}",
         )
 
     @staticmethod
@@ -110,6 +116,28 @@ class TorchDecoder:
             if "can't allocate memory" not in str(error):
                 raise
             raise ExecutionMemoryExceeded(f"a step of {len(step.input_ids)} tokens: {error}") from error
+
+    @torch.inference_mode()
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[Any]:
+        pools = self._paged_pools()
+        index = torch.tensor(blocks, device=self._device)
+        shape = (len(pools), len(blocks), *pools[0].shape[1:])
+        found = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for part, pool in zip(found, pools, strict=True):
+            torch.index_select(pool, 0, index, out=part)
+        content: NDArray[Any] = found.cpu().view(_PLAIN[self._dtype]).numpy()
+        return content
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[Any]) -> None:
+        index = torch.tensor(blocks, device=self._device)
+        for pool, part in zip(self._paged_pools(), content, strict=True):
+            # `torch.tensor` copies, which is what a read-only array needs; a part is small.
+            pool.index_copy_(0, index, torch.tensor(part, device=self._device).view(self._dtype))
+
+    def _paged_pools(self) -> list[Tensor]:
+        attentions = [layer.attention for layer in self._model.layers]
+        return [pool for attention in attentions for pool in (attention.key_cache, attention.value_cache)]
 
     def _on_device(self, step: PackedStep) -> StepTensors:
         if self._pools is None:

@@ -45,6 +45,7 @@ class Transformer:
         else:
             head = loader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
             self.head = PackedLinear(head, float_output=True)
+        self.fingerprint = checkpoint.fingerprint
 
     def linears(self) -> Iterator[PackedLinear]:
         for layer in self.layers:

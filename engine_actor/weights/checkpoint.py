@@ -7,6 +7,7 @@ a rotated head lie one after the other. Readers undo what a format stores differ
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from engine_actor.errors import UnreadableModel, UnsupportedModel
 from engine_actor.weights.config import ModelConfig
 
+# Elements of each tensor that the fingerprint looks at, about.
+_SAMPLED = 4096
 # Called with (tensors read so far, tensors in the checkpoint).
 Progress = Callable[[int, int], None]
 
@@ -28,6 +31,13 @@ class Checkpoint(ABC):
         self.config = config
         self._progress = progress
         self._read: set[str] = set()
+        self._digest = hashlib.sha256(repr(config).encode())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the configuration and of all tensors that were read, in their order. It looks at some elements of each:
+        training changes nearly all of them, and hashing every byte would slow a start down."""
+        return self._digest.hexdigest()
 
     @property
     @abstractmethod
@@ -52,6 +62,9 @@ class Checkpoint(ABC):
             raise UnsupportedModel(self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}")
         value = self._load(name, dtype)
         self._read.add(name)
+        step = value.numel() // _SAMPLED | 1  # odd, so that it meets every column of a matrix
+        sample = value.view(-1)[::step]
+        self._digest.update(f"{name} {shape} ".encode() + sample.float().numpy().tobytes())
         if self._progress is not None:
             self._progress(len(self._read), len(self.names))
         return value

@@ -29,7 +29,8 @@ class SyntheticDecoder:
     row_invariant = True
 
     def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096, drafts: int = 0) -> None:
-        self.manifest = DecoderManifest(vocab, context, frozenset({eos}), PagedState((0,), 1, 1, 8), drafts)
+        paged = PagedState((0,), 1, 1, 8)
+        self.manifest = DecoderManifest(vocab, context, frozenset({eos}), paged, drafts, cache_identity="tokens")
         self.steps: list[PackedStep] = []
         self.fail_next: Callable[[], BaseException] | None = None  # raised once, after the step's writes
         self.fail_before: Callable[[], BaseException] | None = None  # raised once, before anything is written
@@ -68,6 +69,12 @@ class SyntheticDecoder:
         for i, wanted in enumerate(step.logits_rows):
             out[i] = self.row_logits(self.sequence_at(int(wanted), logits[int(wanted)]))
         return out
+
+    def read_blocks(self, blocks: Sequence[int]) -> np.ndarray:
+        return self.cache[None, list(blocks)]
+
+    def write_blocks(self, blocks: Sequence[int], content: np.ndarray) -> None:
+        self.cache[list(blocks)] = content[0]
 
     def write_beside(self, step: PackedStep) -> None:
         """This model has no memory beside its cache."""

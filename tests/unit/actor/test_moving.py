@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 
 from engine_actor.turns import HistorySpan
 from tests.support.doubles import SyntheticDecoder, solo
@@ -70,4 +73,100 @@ async def test_moved_conversations_are_bounded_as_others_are() -> None:
     for moved in await old.dormant_sessions():
         await new.adopt(moved)
     assert len(await new.dormant_sessions()) == 8  # four times max_sessions
+    await asyncio.gather(old.stop(), new.stop())
+
+
+LARGE = 2**30
+
+
+async def test_a_conversation_takes_its_cache_along() -> None:
+    old = await start_actor(SyntheticDecoder(vocab=1000), 200, detokenize)
+    new = await start_actor(SyntheticDecoder(vocab=1000), 200, detokenize)
+    answer = await ask(old, turn(list(range(10, 30)), 6, "s"))
+    [described] = await old.dormant_sessions()
+    assert described.kv is None and described.cached_tokens == 25  # the last token waits for the next turn
+    moved = await old.take_along("public", "s", LARGE)
+    assert moved is not None and moved.kv is not None and moved.kv.positions == 25
+    assert moved.kv.content.nbytes == 7 * 32  # seven blocks of four tokens
+    assert await new.adopt(moved)
+    [resident] = await new.sessions()
+    assert (resident.tokens, resident.cached_tokens, resident.blocks) == (26, 25, 7)
+    prompt = [*range(10, 30), *answer.tokens, 44, 45]
+    for home in (old, new):
+        second = await ask(home, turn(prompt, 5, "s"))
+        assert second.tokens == solo(prompt, 5, vocab=1000)
+        assert second.accepted is not None and second.accepted.cached_tokens == 25
+        assert second.ended is not None and second.ended.cached_tokens == 25
+        await home.check_integrity()
+    # It may be another prompt: what agrees is kept.
+    third = await ask(new, turn([*range(10, 22), 7], 5, "s"))
+    assert third.ended is not None and third.ended.cached_tokens == 12
+    assert third.tokens == solo([*range(10, 22), 7], 5, vocab=1000)
+    await new.check_integrity()
+    await asyncio.gather(old.stop(), new.stop())
+
+
+async def test_where_the_cache_cannot_stay_the_tokens_do() -> None:
+    old = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    await ask(old, turn(list(range(10, 30)), 6, "s"))
+    whole = await old.take_along("public", "s", LARGE)
+    assert whole is not None and whole.kv is not None
+    small = await old.take_along("public", "s", 7 * 64 - 1)
+    assert small is not None and small.kv is None
+    strange = replace(whole, kv=replace(whole.kv, fingerprint="another model"))
+    for moved, blocks, sessions in ((small, 200, 4), (strange, 200, 4), (whole, 8, 4), (whole, 200, 1)):
+        new = await start_actor(SyntheticDecoder(vocab=1000), blocks, max_sessions=sessions, max_model_len=40)
+        await ask(new, turn([5, 6, 7, 8], 2, "other"))
+        assert await new.adopt(moved)
+        assert [info.session_id for info in await new.sessions()] == ["other"], "nobody gives way"
+        second = await ask(new, turn([*whole.tokens, 44], 5, "s"))
+        assert second.tokens == solo([*whole.tokens, 44], 5, vocab=1000)
+        assert second.ended is not None and second.ended.cached_tokens == 0
+        await new.check_integrity()
+        await new.stop()
+    await old.stop()
+
+
+async def test_only_what_is_dormant_is_taken_along() -> None:
+    actor = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    assert await actor.take_along("public", "s", LARGE) is None
+    running = actor.stream_turn(turn([7, 8], 30, "s"))
+    await anext(running)
+    assert await actor.take_along("public", "s", LARGE) is None
+    await running.aclose()
+    await actor.stop()
+
+
+async def test_what_moved_is_as_old_as_it_was() -> None:
+    """Memory is made by those that were used least lately, wherever that was."""
+    old = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    new = await start_actor(SyntheticDecoder(vocab=1000), 200, max_sessions=3)
+    await ask(new, turn([5, 6, 7], 2, "here"))
+    for name, idle in (("young", 0.0), ("old", 1000.0)):
+        await ask(old, turn([1, 2, 3], 2, name))
+        moved = await old.take_along("public", name, LARGE)
+        assert moved is not None
+        await new.adopt(replace(moved, idle_seconds=idle))
+    assert [info.session_id for info in await new.sessions()] == ["old", "here", "young"]
+    await ask(new, turn([9, 9], 2, "next"))
+    assert [info.session_id for info in await new.sessions()] == ["here", "young", "next"]
+    await asyncio.gather(old.stop(), new.stop())
+
+
+async def test_a_cache_that_cannot_be_written_costs_the_conversation_only_its_cache() -> None:
+    decoder = SyntheticDecoder(vocab=1000)
+    old = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    new = await start_actor(decoder, 200)
+    await ask(old, turn([5, 9, 13], 6, "s"))
+    moved = await old.take_along("public", "s", LARGE)
+    assert moved is not None
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room on the device")
+
+    decoder.write_blocks = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        await new.adopt(moved)
+    assert [session.tokens for session in await new.dormant_sessions()] == [moved.tokens]
+    await new.check_integrity()
     await asyncio.gather(old.stop(), new.stop())

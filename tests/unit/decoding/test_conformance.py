@@ -107,6 +107,29 @@ def test_blocks_are_copied_before_anything_is_written(decoder: Decoder) -> None:
     assert np.allclose(run(decoder, rows, copies=[(2, 7)])[2:], expected[6:], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_goes_on_from_what_the_blocks_of_another_hold(name: str, tmp_path: Path) -> None:
+    here, there = (DECODERS[name](tmp_path / place) for place in ("here", "there"))
+    assert here.manifest.blocks_can_move == (name != "recurrent")
+    if not here.manifest.blocks_can_move:
+        return
+    assert here.manifest.cache_identity == there.manifest.cache_identity
+    for made in (here, there):
+        made.allocate(PoolGeometry(32, BLOCK))
+    expected = whole(here)
+    run(there, [Row([3] * 12, 0, [9, 4, 7]), Row(SEQUENCE[:5], 0, [11, 12])], [])
+    content = here.read_blocks([1, 2])
+    assert content.shape[1] == 2
+    run(here, [Row([31] * 8, 0, [1, 2])], [])  # it was a copy
+    content.flags.writeable = False
+    there.write_blocks([9, 4], content)
+    assert np.array_equal(there.read_blocks([4, 9]), content[:, ::-1])
+    found = run(there, [Row(SEQUENCE[6:], 6, [9, 4, 7]), Row(SEQUENCE[5:], 5, [11, 12, 13])])
+    for rows in (expected[6:], expected[5:]):
+        part, found = found[: len(rows)], found[len(rows) :]
+        assert np.array_equal(part, rows) if here.row_invariant else np.allclose(part, rows, atol=1e-4)
+
+
 def test_the_manifest_describes_the_pools(decoder: Decoder) -> None:
     paged = decoder.manifest.paged
     assert paged.layers == tuple(range(len(paged.layers)))

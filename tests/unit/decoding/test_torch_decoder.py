@@ -46,6 +46,38 @@ def test_the_manifest_says_what_the_engine_needs(folders: dict[str, Path]) -> No
     assert manifest.paged.block_bytes(16) == 3 * 2 * 16 * 2 * 16 * 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_leave_as_keys_and_values_of_each_layer_in_turn(folders: dict[str, Path], dtype: str) -> None:
+    decoder = _load(folders["llama"], dtype, num_blocks=4, block_size=4)
+    decoder.forward(pack([Row(_tokens(7), 0, [3, 1])]))
+    content = decoder.read_blocks([3, 1])
+    assert content.shape == (6, 2, 4, 2, 16) and content.dtype == ("uint16" if dtype == "bfloat16" else "float32")
+    for part, cache in zip(content, _caches(decoder), strict=True):
+        assert part.tobytes() == cache[[3, 1]].view(torch.uint8).numpy().tobytes()
+    decoder.write_blocks([2], content[:, 1:])
+    for cache in _caches(decoder):
+        assert torch.equal(cache[2], cache[1])
+
+
+def test_a_cache_is_that_of_its_weights_its_configuration_and_its_type(tmp_path: Path) -> None:
+    def identity(name: str, dtype: str = "float32", change: str = "", **config: float) -> str:
+        model = tiny_models.build("llama", **config)
+        if change:
+            model.get_parameter(change).data[:, 5] *= 1.01
+        folder = tiny_models.save(model, tmp_path / name)
+        return TorchDecoder.load(folder, dtype=dtype, device="cpu").manifest.cache_identity
+
+    others = [
+        identity("b", dtype="bfloat16"),
+        identity("c", change="model.layers.1.mlp.down_proj.weight"),
+        identity("d", change="model.embed_tokens.weight"),
+        identity("e", rms_norm_eps=1e-3),
+    ]
+    same = identity("a")
+    assert identity("f") == same
+    assert len({same, *others}) == 5
+
+
 def test_logits_come_for_the_wanted_rows_only_and_in_their_order(folders: dict[str, Path]) -> None:
     decoder = _load(folders["llama"])
     rows = [Row(_tokens(9, 1), 0, [1]), Row(_tokens(20, 2), 0, [2, 3])]

@@ -38,6 +38,7 @@ BUSY = {
     "draft": 12,
     "create": 10,
     "fork": 6,
+    "move": 4,
     "cancel": 4,
     "rewind": 4,
     "fail": 4,
@@ -175,6 +176,11 @@ class EngineMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         self._fork(self._pick(data))
 
+    @precondition(lambda self: self.known and len(self.known) < MANY)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        self._move(self._pick(data))
+
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
@@ -224,6 +230,9 @@ class EngineMachine(RuleBasedStateMachine):
             elif call == "fork":
                 if len(self.known) < MANY:
                     self._fork(any_known)
+            elif call == "move":
+                if len(self.known) < MANY:
+                    self._move(any_known)
             elif call == "draft":
                 self._draft(any_known, rng.randint(0, DRAFTS), rng.choices(range(VOCAB), k=rng.randint(0, 2)))
             elif call == "close":
@@ -290,6 +299,19 @@ class EngineMachine(RuleBasedStateMachine):
         assert expected.handle.status in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE)
         assert child.tokens == expected.handle.tokens
         self.known[child.id] = Expected(child, child.tokens, expected.limit)
+
+    def _move(self, expected: Expected) -> None:
+        """Its cache leaves the engine and comes back as that of another request."""
+        kv = self.engine.read_cache(expected.handle, 2**30)
+        if kv is None:
+            return
+        assert (
+            expected.handle.status is RequestStatus.TURN_COMPLETE and kv.positions == expected.handle.processed_length
+        )
+        restored = self.engine.restore_request(expected.handle.tokens, kv, expected.handle._record.options)
+        if restored is not None:
+            assert restored.processed_length == kv.positions
+            self.known[restored.id] = Expected(restored, restored.tokens, expected.limit)
 
     def _draft(self, expected: Expected, right: int, wrong: list[int]) -> None:
         """A proposal whose first `right` tokens are what the model will say."""

@@ -16,6 +16,7 @@ from engine_actor.events import EventFlags
 from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
 from engine_actor.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.doubles import run_out
 from tests.support.prose import PROSE
 
 NEW = 64
@@ -177,6 +178,26 @@ def test_seeded_sampling_is_the_same_alone_and_together(model: TorchDecoder, pro
     assert [solo.answers([prompt], 16, sampling)[0] for prompt in prompts] == batch
     other = harness(model).answers(prompts, 16, SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=1235))
     assert other != batch
+
+
+def test_a_conversation_that_moved_with_its_cache_says_the_same(model: TorchDecoder, prompts: list[list[int]]) -> None:
+    old = harness(model).engine
+    request = old.create_request()
+    request.begin_turn(prompts[0], TurnOptions(20, ignore_eos=True))
+    run_out(old)
+    tokens, kv = request.tokens, old.read_cache(request, 2**30)
+    assert kv is not None and kv.positions == len(prompts[0]) + 19
+    request.begin_turn(prompts[1], TurnOptions(20, ignore_eos=True))
+    run_out(old)
+    # Only now, since an engine takes the weights over with its pools.
+    new = harness(model)
+    new.answers(prompts[1:3], 4)
+    restored = new.engine.restore_request(tokens, kv)
+    assert restored is not None
+    restored.begin_turn(prompts[1], TurnOptions(20, ignore_eos=True))
+    run_out(new.engine)
+    assert restored.tokens == request.tokens and len(restored.tokens) == len(prompts[0]) + len(prompts[1]) + 40
+    assert restored.usage == request.usage and request.usage.cached_tokens == kv.positions
 
 
 def test_a_shared_system_prompt_is_computed_once(model: TorchDecoder, tokenizer: Tokenizer) -> None:
