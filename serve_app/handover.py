@@ -2,8 +2,8 @@
 
 Serve takes a replica out of every router's set at once and then waits for its calls to end. From that moment on its
 dormant conversations go, one call each, where the router sends their next turns; those that run follow when their turn
-has ended. What they take along is their tokens, so the next turn is matched token for token; the KV cache is computed
-anew there.
+has ended. They take along their tokens, so the next turn is matched token for token, and their KV cache, which is far
+cheaper to copy than to compute. The new home keeps the cache if it has free blocks for it; else it computes it anew.
 
     in the set        taken out           last call ends      gone
     |------ turns ----|-- hand over, again and again --|-- the rest --|
@@ -28,8 +28,11 @@ logger = logging.getLogger("moorage.engine")
 
 _AGAIN_SECONDS = 0.5
 _AT_A_TIME = 16
+# With their caches: each is copied out of the pool and into the object store.
+_CACHES_AT_A_TIME = 4
+_MOST_BYTES = 2**30
 _CALL_SECONDS = 5.0
-_LAST_SECONDS = 10.0
+_LAST_SECONDS = 5.0
 
 
 class Handover:
@@ -42,6 +45,7 @@ class Handover:
         self._signs = engines.options(method_name="sign_of_life")
         self._known = known
         self._handed: dict[str, int] = {}  # length of the sequence that the next home has, by session
+        self._failed: set[str] = set()  # sessions that did not arrive: next time they go without their caches
         self._taken_out = asyncio.Event()
         self._was_in = False
 
@@ -67,38 +71,43 @@ class Handover:
             self._taken_out.set()
 
     async def finish(self) -> None:
-        """The last conversations go; the time for it is bounded, for there may be nobody who takes them."""
-        try:
-            async with asyncio.timeout(_LAST_SECONDS):
-                await self._hand_over()
-        except TimeoutError:
-            logger.warning("%s: some conversations were not handed over in time", self._replica)
+        """The last conversations go; the time for it is bounded, for there may be nobody who takes them. Where it ends
+        before all of them are gone, the others get as much time again to go without their caches."""
+        for most_bytes in (_MOST_BYTES, 0):
+            try:
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await self._hand_over(most_bytes)
+                break
+            except TimeoutError:
+                logger.warning("%s: some conversations were not handed over in time", self._replica)
         if self._handed:
             logger.info("%s: %d conversations handed over", self._replica, len(self._handed))
 
-    async def _hand_over(self) -> None:
-        places = asyncio.Semaphore(_AT_A_TIME)
+    async def _hand_over(self, most_bytes: int = _MOST_BYTES) -> None:
+        """All that are new or have grown; each with its cache unless that is larger than `most_bytes`."""
+        many, few = asyncio.Semaphore(_AT_A_TIME), asyncio.Semaphore(_CACHES_AT_A_TIME)
 
-        async def give(moved: MovedSession) -> None:
-            async with places:
-                if self._known.running - {self._replica}:  # else the application is being deleted
-                    await self._give(moved)
+        async def give(session: MovedSession, key: str) -> None:
+            most = 0 if key in self._failed else most_bytes
+            async with few if most and session.cached_tokens else many:
+                if not self._known.running - {self._replica}:
+                    return  # the application is being deleted
+                # Only now is its cache copied, so that no more of them exist than are on their way.
+                moved = await self._actor.take_along(session.owner, session.session_id, most)
+                if moved is not None:
+                    await self._give(moved, key)
 
-        new = [
-            moved
-            for moved in await self._actor.dormant_sessions()
-            if self._handed.get(session_key(moved.owner, moved.session_id)) != len(moved.tokens)
-        ]
-        await asyncio.gather(*map(give, new))
+        sessions = [(s, session_key(s.owner, s.session_id)) for s in await self._actor.dormant_sessions()]
+        await asyncio.gather(*(give(s, key) for s, key in sessions if self._handed.get(key) != len(s.tokens)))
 
-    async def _give(self, moved: MovedSession) -> None:
-        key = session_key(moved.owner, moved.session_id)
+    async def _give(self, moved: MovedSession, key: str) -> None:
         answer = self._adopters.options(session_id=key).remote(moved, **{AVOID: (self._replica,)})
         try:
             async with asyncio.timeout(_CALL_SECONDS):
                 await answer
         except Exception as error:  # whatever the other side has: its turns will be computed from their prompts
             answer.cancel()
+            self._failed.add(key)
             logger.warning("%s: a conversation was not handed over: %s", self._replica, type(error).__name__)
             return
         self._handed[key] = len(moved.tokens)

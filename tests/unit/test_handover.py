@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from engine_actor.decoding.decoder import KvBlocks
 from engine_actor.turns import MovedSession, session_key
 from serve_app import handover as module
 from serve_app.handover import Handover
 from serve_app.routing.known_replicas import KnownReplicas
 
+BYTES = 100  # of each session's cache
+
 
 def session(name: str, length: int = 3) -> MovedSession:
-    return MovedSession("o", name, tuple(range(length)), (), 1.0)
+    return MovedSession("o", name, tuple(range(length)), (), 1.0, cached_tokens=length)
 
 
 class Answer:
@@ -45,12 +50,19 @@ class Room:
         self.outcomes: dict[str, list[Any]] = {}
         self.adopted: list[tuple[str, str, int]] = []
         self.sign: Any = ("r", True)
+        self.with_cache: list[bool] = []
         self.answers: list[Answer] = []
         self._method = self._key = ""
         self.handover = Handover("r", self, self, self.known)  # type: ignore[arg-type]
 
     async def dormant_sessions(self) -> list[MovedSession]:
         return list(self.dormant)
+
+    async def take_along(self, owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
+        found = next((moved for moved in self.dormant if (moved.owner, moved.session_id) == (owner, session_id)), None)
+        if found is None or most_bytes < BYTES:
+            return found
+        return replace(found, kv=KvBlocks("", found.cached_tokens, np.zeros(BYTES, np.uint8)))
 
     def options(self, method_name: str = "", session_id: str = "") -> Room:
         view = object.__new__(Room)
@@ -63,6 +75,7 @@ class Room:
             return Answer(self.sign)
         assert kwargs == {"avoid": ("r",)}
         self.adopted.append((args[0].session_id, self._key, len(args[0].tokens)))
+        self.with_cache.append(args[0].kv is not None)
         outcomes = self.outcomes.get(args[0].session_id, [])
         self.answers.append(Answer(outcomes.pop(0) if outcomes else True))
         return self.answers[-1]
@@ -144,3 +157,46 @@ async def test_what_fails_is_tried_again_and_holds_nobody_up() -> None:
     assert [answer.cancelled for answer in room.answers] == [True, True, False]
     await room.handover.finish()
     assert sorted(name for name, _, _ in room.adopted[3:]) == ["dead", "deaf"]
+    # What made them fail may have been the size of their caches.
+    assert room.with_cache == [True, True, True, False, False]
+
+
+async def test_only_some_caches_are_on_their_way_at_a_time_and_they_keep_nothing_small_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CALL_SECONDS", 60.0)
+    large = [session(f"large{i}") for i in range(10)]
+    small = [replace(session(f"small{i}"), cached_tokens=0) for i in range(10)]
+    room = Room(*large, *small)
+    room.outcomes |= {moved.session_id: [None, True] for moved in large}
+    room.known.set_running(["s"])
+    handing = asyncio.create_task(room.handover._hand_over())
+    await settle()
+    names = [name for name, _, _ in room.adopted]
+    assert sum(name.startswith("large") for name in names) == module._CACHES_AT_A_TIME
+    assert sum(name.startswith("small") for name in names) == 10
+    handing.cancel()
+
+
+async def test_what_is_left_when_time_runs_out_goes_without_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CALL_SECONDS", 60.0)
+    monkeypatch.setattr(module, "_LAST_SECONDS", 0.5)
+    room = Room(*[session(str(i)) for i in range(10)])
+    room.outcomes |= {moved.session_id: [None, True] for moved in room.dormant[:4]}
+    room.known.set_running(["s"])
+    await room.handover.finish()
+    assert [name for name, _, _ in room.adopted[4:]] == [str(i) for i in range(10)]
+    assert room.with_cache == [True] * 4 + [False] * 10
+
+
+async def test_a_session_that_is_dormant_no_more_stays() -> None:
+    room = Room(session("a"), session("b"))
+    taken = room.take_along
+
+    async def take_along(owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
+        return None if session_id == "a" else await taken(owner, session_id, most_bytes)
+
+    room.take_along = take_along  # type: ignore[method-assign]
+    room.known.set_running(["s"])
+    await room.handover.finish()
+    assert [name for name, _, _ in room.adopted] == ["b"]
