@@ -14,6 +14,7 @@ from serve_app.jobs.lines import BadLine, Line, answered, parse_line, refused
 
 # Answers that say nothing about the line: it is asked again, also by the next job.
 _PASSING = frozenset({429, 500, 502, 503, 504})
+_FAILED = 500  # of these, the one that may be due to the line after all
 _LONGEST_PAUSE_SECONDS = 30.0
 
 Told = Callable[[bool], None]
@@ -34,15 +35,22 @@ async def run_batch(
     told: Told,
 ) -> None:
     """`http` reaches the API. A line that gets no answer in `tries` attempts ends the run with BatchStuck: something is
-    wrong with the engines, not with the line. Raises OSError if the journal can't be written."""
+    wrong with the engines, not with the line. But one that fails where others are answered, or there are no others, is
+    to blame itself. Raises OSError if the journal can't be written."""
     seen: set[str] = set()
     places = asyncio.Semaphore(concurrency)
+    at_work = answers = 0
 
     def note(line: Line, record: dict[str, object], good: bool) -> None:
+        nonlocal answers
+        answers += good
         journal.add(line, record)
         told(good)
 
     async def work(line: Line) -> None:
+        nonlocal at_work
+        at_work += 1
+        before = answers
         try:
             try:
                 call = parse_line(line)
@@ -56,11 +64,16 @@ async def run_batch(
                 return
             if journal.has(line):
                 return
-            response = await _ask(http, call.url, json.dumps(call.body).encode(), tries, f"line {line.number}")
+            response = await _ask(http, call.url, json.dumps(call.body).encode(), tries)
+            own = response.status_code == _FAILED and (answers > before or at_work == 1)
+            if response.status_code in _PASSING and not own:
+                text = f"{response.status_code} {response.text[:300]}"
+                raise BatchStuck(f"line {line.number}: no answer in {tries} tries; the last: {text}")
             request_id = response.headers.get("x-request-id", "")
             record = answered(line, call, response.status_code, request_id, response.json())
             note(line, record, good=response.status_code == 200)
         finally:
+            at_work -= 1
             places.release()
 
     try:
@@ -72,13 +85,14 @@ async def run_batch(
         raise group.exceptions[0] from None
 
 
-async def _ask(http: httpx.AsyncClient, url: str, body: bytes, tries: int, name: str) -> httpx.Response:
+async def _ask(http: httpx.AsyncClient, url: str, body: bytes, tries: int) -> httpx.Response:
+    """The first answer that does not pass, or the last one."""
     headers = {"content-type": "application/json"}
     for attempt in range(tries):
         response = await http.post(url, content=body, headers=headers)
         if response.status_code not in _PASSING:
-            return response
+            break
         wished = response.headers.get("retry-after", "")
         pause = float(wished) if wished.isdigit() else 2.0**attempt
         await asyncio.sleep(min(pause, _LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.5))
-    raise BatchStuck(f"{name}: no answer in {tries} tries; the last: {response.status_code} {response.text[:300]}")
+    return response

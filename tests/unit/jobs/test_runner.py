@@ -107,6 +107,27 @@ async def test_engines_that_stay_broken_end_the_run_and_the_next_one_goes_on(roo
     assert [record["custom_id"] for record in room.written()] == [f"c{number}" for number in range(1, 9)]
 
 
+@pytest.mark.parametrize("count", [1, 6])
+async def test_a_line_that_always_fails_while_others_are_answered_does_not_hold_up_the_batch(
+    room: Room, count: int
+) -> None:
+    def answer(prompt: str) -> httpx.Response:
+        failed = {"error": {"code": "engine_failed", "message": "no finite number"}}
+        return httpx.Response(500, json=failed) if prompt == "p1" else good(prompt)
+
+    assert await room.run([line(number) for number in range(1, count + 1)], answer) == Counts(count - 1, failed=1)
+    assert room.asked.count("p1") == 3
+    assert room.written()[0]["error"] == {"code": "engine_failed", "message": "no finite number"}
+    assert room.written()[0]["response"]["status_code"] == 500
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_engines_that_fail_at_every_line_end_the_run(room: Room, status: int) -> None:
+    with pytest.raises(BatchStuck, match=f"no answer in 3 tries; the last: {status}"):
+        await room.run([line(number) for number in range(1, 20)], lambda _: httpx.Response(status, json={}))
+    assert room.told == []
+
+
 async def test_a_journal_that_cannot_be_written_ends_the_run_with_the_reason(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
