@@ -12,6 +12,7 @@ cheaper to copy than to compute. The new home keeps the cache if it has free blo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,8 @@ class Handover:
             async with asyncio.timeout(_CALL_SECONDS):
                 await answer
         except Exception as error:  # whatever the other side has: its turns will be computed from their prompts
-            answer.cancel()
+            with contextlib.suppress(Exception):  # of a call that no replica has taken it raises the same again
+                answer.cancel()
             self._failed.add(key)
             logger.warning("%s: a conversation was not handed over: %s", self._replica, type(error).__name__)
             return

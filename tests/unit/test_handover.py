@@ -38,7 +38,10 @@ class Answer:
         return self._value
 
     def cancel(self) -> None:
+        """As Serve has it: of a call that was never taken it raises what the call did."""
         self.cancelled = True
+        if isinstance(self._value, Exception):
+            raise self._value
 
 
 class Room:
