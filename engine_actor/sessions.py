@@ -216,10 +216,19 @@ class SessionTable:
 
     def adopt(self, moved: MovedSession) -> bool:
         """Takes over a conversation that another replica had: as a resident if its KV cache came along and there is
-        room, else as one whose memory was evicted. False if it is known here: what is known here is newer."""
+        room, else as one whose memory was evicted. What it left behind when it was here before, which is its beginning,
+        gives way; False if something else is known of it here, which then is newer."""
         key = session_key(moved.owner, moved.session_id)
-        if key in self._conversations:
-            return False
+        known = self._conversations.get(key)
+        if known is not None:
+            before = tuple(known.sequence())
+            if (
+                not known.dormant
+                or len(before) >= len(moved.tokens)
+                or common_prefix(before, moved.tokens) < len(before)
+            ):
+                return False
+            self._drop(known)
         last_used = self._clock() - moved.idle_seconds
         conversation = Conversation(key, moved.owner, moved.session_id, last_used, tokens=list(moved.tokens))
         conversation.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]

@@ -48,6 +48,30 @@ async def test_all_that_is_dormant_moves_the_last_used_first_and_nothing_that_ru
     await actor.stop()
 
 
+async def test_a_conversation_that_comes_back_takes_the_place_of_what_it_left_behind() -> None:
+    home, elsewhere = [await start_actor(SyntheticDecoder(vocab=1000), 200) for _ in range(2)]
+    first = await ask(home, turn([5, 9, 13], 6, "s"))
+    [moved] = await home.dormant_sessions()
+    assert await elsewhere.adopt(moved)
+    await ask(elsewhere, turn([5, 9, 13, *first.tokens, 44, 45], 6, "s"))
+    [longer] = await elsewhere.dormant_sessions()
+    busy = home.stream_turn(turn([5, 9, 13, *first.tokens], 30, "s"))
+    await anext(busy)
+    assert not await home.adopt(longer), "a turn is using it"
+    await busy.aclose()
+    other = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    await ask(other, turn([5, 9, 14], 1, "s"))
+    assert not await other.adopt(longer), "it has been edited here"
+    assert await elsewhere.close_session("public", "s")
+    assert await elsewhere.adopt(moved)
+    assert await elsewhere.adopt(longer)
+    assert [kept.tokens for kept in await elsewhere.dormant_sessions()] == [longer.tokens]
+    assert not await elsewhere.adopt(longer)
+    for actor in (home, elsewhere, other):
+        await actor.check_integrity()
+        await actor.stop()
+
+
 async def test_what_is_known_is_newer_than_what_is_moved() -> None:
     old = await start_actor(SyntheticDecoder(vocab=1000), 200)
     new = await start_actor(SyntheticDecoder(vocab=1000), 200)
