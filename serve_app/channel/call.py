@@ -7,6 +7,7 @@ says where it is, and breaks with its replica. Cancelling the call cancels the t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,8 @@ class ChannelCall:
         elif not ended:
             if self._break is not None:
                 self._break.cancel()
-            self._stream.cancel()
+            with contextlib.suppress(Exception):  # of a call that no replica could take, it raises why once more
+                self._stream.cancel()
 
 
 _ending: set[asyncio.Task[None]] = set()

@@ -51,6 +51,7 @@ class Call:
     def __init__(self, items: Sequence[Any], then: str | None) -> None:
         self._items = iter(items)
         self._then = then
+        self._placed = False
         self.cancelled = False
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -58,6 +59,7 @@ class Call:
 
     async def __anext__(self) -> Any:
         for item in self._items:
+            self._placed = True
             return item
         if self._then == DIES:
             raise RayActorError
@@ -69,7 +71,10 @@ class Call:
         raise StopAsyncIteration
 
     def cancel(self) -> None:
+        """Of a call that no replica could take, Serve raises why once more."""
         self.cancelled = True
+        if self._then == DIES and not self._placed:
+            raise RayActorError
 
 
 class Sign:
