@@ -9,6 +9,7 @@ and chains that were kept in it give a 404.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -56,7 +57,8 @@ class HandleResponseStore:
                 done = True  # its lease is over: once more
             finally:
                 if not done:
-                    response.cancel()
+                    with contextlib.suppress(Exception):  # of a call that nobody could take, it raises why once more
+                        response.cancel()
 
     async def put(self, stored: StoredResponse) -> None:
         await self._call("put", stored)

@@ -20,19 +20,24 @@ LEASE = 0.01
 
 
 class _Stream:
-    """As Serve's: closed by `cancel`, which does not wait."""
+    """As Serve's: closed by `cancel`, which does not wait. `lost`: nobody takes the call, for this reason."""
 
-    def __init__(self, items: AsyncGenerator[bool, None]) -> None:
+    def __init__(self, items: AsyncGenerator[bool, None], lost: list[Exception]) -> None:
         self._items = items
+        self._lost = lost
 
     def __aiter__(self) -> _Stream:
         return self
 
     async def __anext__(self) -> bool:
+        if self._lost:
+            raise self._lost[0]
         return await anext(self._items)
 
     def cancel(self) -> None:
         self._closing = asyncio.ensure_future(self._items.aclose())
+        if self._lost:
+            raise self._lost[0]
 
 
 class FakeHandle:
@@ -50,7 +55,7 @@ class FakeHandle:
     def remote(self, *args: Any) -> Any:
         self.holds += self.method == "hold"
         result = getattr(self.store, self.method)(*args)
-        return _Stream(result) if self.method == "hold" else self._call(result)
+        return _Stream(result, self.lost) if self.method == "hold" else self._call(result)
 
     async def _call(self, result: Any) -> Any:
         answer = await result
@@ -91,7 +96,8 @@ async def test_a_store_that_can_not_be_reached_is_a_503(
     handle: FakeHandle, store: HandleResponseStore, error: Exception
 ) -> None:
     handle.lost.append(error)
-    with pytest.raises(ApiError) as refused:
-        await store.get("o", "resp_1")
-    assert refused.value.status == 503
-    assert refused.value.headers["Retry-After"] == "1"
+    for asking in (store.get("o", "resp_1"), anext(held(store, stored()))):
+        with pytest.raises(ApiError) as refused:
+            await asking
+        assert refused.value.status == 503
+        assert refused.value.headers["Retry-After"] == "1"
