@@ -83,7 +83,7 @@ class SessionTable:
 
     def begin(self, turn: TurnRequest, conversation: Conversation | None) -> BegunTurn:
         """Begins a turn in the engine. Raises ContextLengthExceeded or InvalidOption; the conversation is then as it
-        was, except that memory which the new prompt could not have used may be gone."""
+        was, except that its memory may be gone."""
         assert turn.choices == 1 or turn.resumed_tokens is None
         options = options_of(turn)
         if conversation is None:
@@ -94,7 +94,8 @@ class SessionTable:
         prompt = list(turn.prompt_ids)
         if len(prompt) >= self._engine.max_length:
             raise ContextLengthExceeded(0, len(prompt), self._engine.max_length)
-        agreed = common_prefix(conversation.sequence(), prompt)
+        before = conversation.sequence()
+        agreed = common_prefix(before, prompt)
         resident, keep = conversation.request, 0
         if resident is not None:
             keep = min(agreed, len(prompt) - 1)
@@ -102,7 +103,12 @@ class SessionTable:
         else:
             self._make_place()
             resident = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
-        begun = self._start(resident, prompt, keep, options)
+        try:
+            begun = self._start(resident, prompt, keep, options)
+        except Exception:
+            resident.close()  # it has lost what comes after `keep`
+            conversation.request, conversation.tokens = None, before
+            raise
         conversation.request, conversation.tokens = resident, []
         conversation.answers = [Answer(span.start, span.end, span.digest) for span in turn.spans]
         conversation.answers.append(Answer(turn.prompt_tokens, len(prompt)))

@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from engine_actor.conversation import common_prefix
-from engine_actor.turns import HistorySpan
+from engine_actor.turns import HistorySpan, RefusalCode
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 
@@ -129,6 +130,25 @@ async def test_everything_finishes_in_a_pool_for_a_few_by_deferral_eviction_and_
     assert [answer.tokens for answer in answers] == [answer_of(prompt, 30) for prompt in prompts]
     assert (await actor.stats())["preemptions"] > 0
     await actor.check_integrity()
+    await actor.stop()
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("prompt", [[5, 9, 13, 77], [6, 9, 13, 77]])
+async def test_a_turn_that_the_engine_refuses_takes_nothing_of_its_conversation(
+    prompt: list[int], evicted: bool
+) -> None:
+    actor = await start_actor(SyntheticDecoder(vocab=1000), 200, max_model_len=60, max_sessions=1)
+    await ask(actor, turn([5, 9, 13], 6, "s"))
+    if evicted:
+        await ask(actor, turn([1, 2], 1, "t"))
+    [before] = [moved.tokens for moved in await actor.dormant_sessions() if moved.session_id == "s"]
+    refused = (await ask(actor, replace(turn(prompt, 0, "s"), min_generated_tokens=58))).refused
+    assert refused is not None and refused.code is RefusalCode.INVALID
+    assert [m.tokens for m in await actor.dormant_sessions() if m.session_id == "s"] == [before]
+    await actor.check_integrity()
+    following = await ask(actor, turn([*before, 44, 45], 4, "s"))
+    assert following.tokens == solo([*before, 44, 45], 4, vocab=1000)
     await actor.stop()
 
 
