@@ -57,7 +57,7 @@ class Outboxes:
                     return
         finally:
             outbox.close()
-            if self._outboxes[reader] is outbox:
+            if self._outboxes.get(reader) is outbox:
                 del self._outboxes[reader]
 
     def __len__(self) -> int:

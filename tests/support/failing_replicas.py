@@ -48,8 +48,10 @@ def items_of(replica: str, asked: TurnRequest, cached: int = 2) -> list[Any]:
 
 
 class Call:
-    def __init__(self, items: Sequence[Any], then: str | None) -> None:
+    def __init__(self, items: Sequence[Any], then: str | None, ticks: int = 0) -> None:
+        """`ticks` of the event loop pass before each item."""
         self._items = iter(items)
+        self._ticks = ticks
         self._then = then
         self._placed = False
         self.cancelled = False
@@ -58,6 +60,8 @@ class Call:
         return self
 
     async def __anext__(self) -> Any:
+        for _ in range(self._ticks):
+            await asyncio.sleep(0)
         for item in self._items:
             self._placed = True
             return item
@@ -107,6 +111,7 @@ class Replicas:
         self._method = ""
         self._answers = answers
         self.works = works if works is not None else {}
+        self.ticks = 0
         self.requests: list[TurnRequest] = []
         self.avoided: list[tuple[str, ...]] = []
         self.calls: list[Call] = []
@@ -140,7 +145,7 @@ class Replicas:
         items = script.instead if script.instead is not None else items_of(replica, args[0], cached=2 + number)
         if not isinstance(items[0], TurnPlaced):
             items = [TurnPlaced(replica, channel=None), *items]
-        self.calls.append(Call(items[: script.items], script.then))
+        self.calls.append(Call(items[: script.items], script.then, self.ticks))
         return self.calls[-1]
 
     def broadcast(self, method: str, *args: Any) -> Any:

@@ -239,6 +239,33 @@ async def test_a_turn_of_which_all_has_come_is_not_cancelled_though_its_end_was_
     assert not room.handle.turns[-1].cancelled
 
 
+@pytest.mark.parametrize("ticks", range(12))
+async def test_what_was_read_before_waiting_was_cancelled_has_no_gap(room: Room, ticks: int) -> None:
+    call = room.call()
+    room.handle.turns[-1].put(room.placed())
+    heard: list[Any] = []
+
+    async def read() -> None:
+        async for item in call:
+            heard.append(item)
+
+    async def send() -> None:
+        for token in range(4):
+            room.send(call, TurnTokens((token,)))
+            await asyncio.sleep(0)
+
+    reading, sending = asyncio.create_task(read()), asyncio.create_task(send())
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.gather(reading, sending, return_exceptions=True)
+    call.close()
+    tokens = [token for item in heard[1:] for token in item.token_ids]
+    assert tokens == list(range(len(tokens)))
+    assert room.handle.turns[-1].cancelled
+    assert not room.caller.inboxes._inboxes
+
+
 async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_turn(room: Room) -> None:
     [channel] = room.handle.channels
     call = room.call()

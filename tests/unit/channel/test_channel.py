@@ -192,7 +192,8 @@ async def test_a_turn_that_has_ended_waits_until_its_channel_has_taken_all() -> 
     assert len(outboxes) == 0
 
 
-async def test_two_channels_of_one_reader_take_nothing_from_each_other() -> None:
+@pytest.mark.parametrize("first_ends_last", [False, True])
+async def test_two_channels_of_one_reader_take_nothing_from_each_other(first_ends_last: bool) -> None:
     outboxes = Outboxes()
     go_on = asyncio.Event()
 
@@ -216,7 +217,7 @@ async def test_two_channels_of_one_reader_take_nothing_from_each_other() -> None
             heard += await anext(channel)
         assert {turn for turn, _ in heard} == {number}
     await asyncio.gather(*turns)
-    for channel in channels:
+    for channel in channels[::-1] if first_ends_last else channels:
         await channel.aclose()
     assert len(outboxes) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from tests.support.failing_replicas import (
     STOPS,
     Replicas,
     Script,
+    client_of,
     items_of,
     request,
     told,
@@ -68,6 +70,28 @@ async def test_a_loss_at_any_place_of_the_stream_is_not_seen(items: int, then: s
     assert again.resumed_tokens == (len(delivered) if accepted_first else None)
     assert replicas.avoided[1] == (("a",) if items else ())
     assert replicas.calls[0].cancelled is (then in (DIES, SILENT, STOPS))
+
+
+@pytest.mark.parametrize("ticks", range(24))
+async def test_a_delta_that_comes_as_its_replica_is_given_up_is_told_once_or_asked_for_again(ticks: int) -> None:
+    """Waiting for the next delta is cancelled then, and may take one that has come along."""
+    replicas = Replicas()
+    replicas.ticks = 2  # of the event loop, until the next item
+    client = client_of(replicas)
+
+    async def give_up() -> None:
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        for place in list(client._watch._places):
+            place.give_up()
+
+    giving_up = asyncio.create_task(give_up())
+    found = [delta async for delta in client.stream_turn(request(), routing_key=None)]
+    await giving_up
+    assert [token for delta in found if isinstance(delta, TurnTokens) for token in delta.token_ids] == list(ANSWER)
+    assert isinstance(found[-1], TurnEnded) and found[-1].generated_tokens == len(ANSWER)
+    assert [type(delta) for delta in found].count(TurnAccepted) == 1
+    assert len(replicas.calls) <= 2
 
 
 async def test_the_counts_are_those_of_the_first_acceptance_over_two_losses() -> None:
