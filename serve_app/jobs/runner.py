@@ -40,6 +40,7 @@ async def run_batch(
     seen: set[str] = set()
     places = asyncio.Semaphore(concurrency)
     at_work = answers = 0
+    stuck = False  # from the first line that got no answer on, until the others have heard of it
 
     def note(line: Line, record: dict[str, object], good: bool) -> None:
         nonlocal answers
@@ -48,7 +49,7 @@ async def run_batch(
         told(good)
 
     async def work(line: Line) -> None:
-        nonlocal at_work
+        nonlocal at_work, stuck
         at_work += 1
         before = answers
         try:
@@ -66,7 +67,8 @@ async def run_batch(
                 return
             response = await _ask(http, call.url, json.dumps(call.body).encode(), tries)
             own = response.status_code == _FAILED and (answers > before or at_work == 1)
-            if response.status_code in _PASSING and not own:
+            if response.status_code in _PASSING and (stuck or not own):
+                stuck = True
                 text = f"{response.status_code} {response.text[:300]}"
                 raise BatchStuck(f"line {line.number}: no answer in {tries} tries; the last: {text}")
             request_id = response.headers.get("x-request-id", "")
