@@ -67,10 +67,10 @@ def talks(fates: list[str], most: int) -> st.SearchStrategy[list[Talk]]:
 configs = st.fixed_dictionaries({"num_blocks": st.integers(4, 30), "prefix_reuse": st.booleans()})
 
 
-def said(sequence: list[int], count: int) -> list[int]:
+def said(sequence: list[int], count: int, vocab: int = VOCAB) -> list[int]:
     answer: list[int] = []
     while len(answer) < count:
-        token = int(np.argmax(mixing_logits([*sequence, *answer], VOCAB)))
+        token = int(np.argmax(mixing_logits([*sequence, *answer], vocab)))
         if token == EOS:
             break
         answer.append(token)
@@ -147,16 +147,17 @@ def test_what_moves_goes_on_as_before_and_nothing_gives_way_for_it(
         used = before["blocks_free"] + before["blocks_idle"] - new.available_blocks
         assert used <= new.blocks_of(restored) and new.available_blocks >= new.stats()["blocks_free"]
         arrived.append((request, restored))
-    # The next step is the one that it would have been.
+    # Nobody is put off who would not have been; prompts may even find something that moved.
     new.run(64)
     twin.run(64)
     new.check_integrity()
-    assert new.last_report.deferrals == twin.last_report.deferrals
-    assert (new.last_report.rows, new.last_report.tokens) == (twin.last_report.rows, twin.last_report.tokens)
+    put_off, anyway = ({d.request_id for d in engine.last_report.deferrals} for engine in (new, twin))
+    assert put_off <= anyway
     for other in others:
         finish(new, other, [restored for _, restored in arrived] + [o for o in others if o is not other])
     for request, restored in arrived:
-        if restored.status is RequestStatus.CLOSED:
+        too_long = request.current_length + len(more) + 3 > block_size * config["num_blocks"]
+        if restored.status is RequestStatus.CLOSED or too_long:
             continue
         expected = said([*request.tokens, *more], 3)
         for engine, goes_on in ((old, request), (new, restored)):
@@ -262,7 +263,7 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(monkeypatch: pytes
 
 def test_what_two_conversations_share_is_shared_again_and_others_find_it() -> None:
     system = [40, 41, 42, 43, 44, 45, 46, 47]
-    old, new = Room(prefix_reuse=True), Room(prefix_reuse=True)
+    old, new = (Room(MixingDecoder(), prefix_reuse=True) for _ in range(2))
     moved = []
     for tail in ([1, 2, 3], [4, 5]):
         tokens, kv = computed([*system, *tail], old)
@@ -271,6 +272,11 @@ def test_what_two_conversations_share_is_shared_again_and_others_find_it() -> No
         moved.append(restored)
     first, second = map(new.blocks, moved)
     assert first[:2] == second[:2] and not set(first[2:]) & set(second[2:])
+    for restored in moved:
+        prompt = [*restored.tokens, 6]
+        restored.begin_turn([6], TurnOptions(5))
+        run_out(new.engine)
+        assert restored.tokens[len(prompt) :] == said(prompt, 5, vocab=64)
     for salt, cached in ((b"a", 8), (b"b", 0)):
         request = new.engine.create_request(RequestOptions(salt=salt))
         request.begin_turn([*system, 9], TurnOptions(2))
