@@ -64,8 +64,10 @@ class Session:
 
 
 class Room:
-    def __init__(self, url: str, new: int, at_once: int) -> None:
+    def __init__(self, url: str, new: int, at_once: int, opening: int = 24) -> None:
+        """`opening`: words of what is said first."""
         self.url = url
+        self.opening = opening
         self.new = new
         self.at_once = at_once
         self.refused: Counter[int] = Counter()
@@ -73,7 +75,7 @@ class Room:
 
     async def turn(self, http: httpx.AsyncClient, session: Session) -> bool:
         """One turn, streamed. False if it was refused or failed."""
-        question = " ".join(random.choices(WORDS, k=24))
+        question = " ".join(random.choices(WORDS, k=24 if session.messages else self.opening))
         session.messages.append({"role": "user", "content": question})
         body = {
             "model": MODEL,
@@ -215,7 +217,7 @@ def new_sessions(count: int, name: str) -> list[Session]:
 def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
     application = Application(builder, common(args))
     application.deploy()
-    room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, name)
+    room, sessions = Room(url, args.new, args.at_once, args.opening), new_sessions(args.sessions, name)
     with tqdm(total=args.sessions * args.turns, desc=name) as bar:
         seconds = asyncio.run(room.converse(sessions, args.turns, bar))
     summary(name, sessions, seconds, room)
@@ -297,6 +299,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--opening", type=int, default=24, help="words of the first message (sticky, round-robin)")
     parser.add_argument("--at-once", type=int, default=32, help="turns that run at a time")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ingresses", type=int, default=3)
