@@ -4,8 +4,8 @@
     new engine   restore   a dormant request that owns them, as if it had been computed there
 
 A restored cache takes the way of a step: reserve, write, commit, offer full blocks to the prefix index. It is a favour
-to one conversation, so nothing gives way for it: it takes free blocks only, and leaves those that turns are about to
-take.
+to one conversation, so no other gives way for it: it takes blocks that nobody holds, idle ones of the index among them,
+oldest first, and leaves those that turns are about to take.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ class Mover:
     def _has_room(self, positions: int, adopted: Sequence[int]) -> bool:
         cache, queue = self._cache, self._lifecycle.queue
         if cache.resident_count + len(queue) >= cache.max_residents:
-            return False
-        if blocks_for(positions, cache.block_size) - len(adopted) > cache.pool.free_count:
             return False
         # The next step gives a block to each turn that runs and its prompt's to each one that waits, at most.
         running = sum(record.executable for record in self._lifecycle.residents())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -178,6 +179,8 @@ async def test_spans_are_found_although_another_before_them_is_unknown() -> None
 async def test_no_full_queue_refuses_a_turn_that_was_accepted_before() -> None:
     decoder = SyntheticDecoder(vocab=1000, eos=5000)
     actor = await start_actor(decoder, 1500, max_model_len=2000, max_batch_size=1, max_queued_turns=1)
+    over, choose = threading.Event(), decoder.choose
+    decoder.choose = lambda sequence: (over.wait(0.01), choose(sequence))[1]  # 1,900 tokens take long
     running = asyncio.create_task(ask(actor, turn([5, 9], 1900)))
     while not decoder.steps:
         await asyncio.sleep(0.001)
@@ -189,6 +192,7 @@ async def test_no_full_queue_refuses_a_turn_that_was_accepted_before() -> None:
     await asyncio.sleep(0)
     await actor.stats()
     running.cancel()
+    over.set()
     answers: list[Answer] = [await queued, await resumed]
     assert all(len(answer.tokens) == 2 for answer in answers)
     await stop(actor)
