@@ -269,7 +269,7 @@ async def _roll(room: Room, sessions: list[Session], application: Application, b
 
 
 def overloaded(args: argparse.Namespace, url: str) -> None:
-    batch, queue = 8, 8
+    batch = queue = args.rows
     capacity = args.replicas * (batch + queue)
     Application("build", {**common(args), "max_batch_size": batch, "max_queued_turns": queue}).deploy()
     for share in (0.5, 1.0, 2.0, 3.0, 0.5):
@@ -301,6 +301,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
     parser.add_argument("--opening", type=int, default=24, help="words of the first message (sticky, round-robin)")
     parser.add_argument("--at-once", type=int, default=32, help="turns that run at a time")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a batch, and turns in a queue (overload)")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ingresses", type=int, default=3)
     parser.add_argument("--parts", default="sticky,round-robin,scale,roll,overload")
