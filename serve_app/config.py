@@ -130,7 +130,10 @@ class AppArgs(BaseModel):
         3600.0, ge=0, le=1e9, description="A conversation idle for longer leaves the cache. 0: never."
     )
     max_queued_turns: int = Field(
-        256, ge=1, description="Turns that wait at a replica; beyond it clients get 429 with Retry-After."
+        256,
+        ge=1,
+        description="Turns that wait at a replica for memory; beyond it clients get 429 with Retry-After. More turns than "
+        "max_batch_size that fit the pool do not wait: they take turns in the batch.",
     )
     max_turns_per_session: int = Field(
         8, ge=1, description="Turns of one session, the running one included; beyond it clients get 429."

@@ -3,7 +3,8 @@
 Serve takes a replica out of every router's set at once and then waits for its calls to end. From that moment on its
 dormant conversations go, one call each, where the router sends their next turns; those that run follow when their turn
 has ended. They take along their tokens, so the next turn is matched token for token, and their KV cache, which is far
-cheaper to copy than to compute. The new home keeps the cache if it has free blocks for it; else it computes it anew.
+cheaper to copy than to compute. The new home keeps the cache if it has blocks for it that nobody holds;
+else it computes it anew.
 
     in the set        taken out           last call ends      gone
     |------ turns ----|-- hand over, again and again --|-- the rest --|
