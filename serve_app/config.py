@@ -132,8 +132,8 @@ class AppArgs(BaseModel):
     max_queued_turns: int = Field(
         256,
         ge=1,
-        description="Turns that wait at a replica for memory; beyond it clients get 429 with Retry-After. More turns than "
-        "max_batch_size that fit the pool do not wait: they take turns in the batch.",
+        description="Turns that wait at a replica for memory; beyond it clients get 429 with Retry-After. More turns "
+        "than max_batch_size that fit the pool do not wait: they take turns in the batch.",
     )
     max_turns_per_session: int = Field(
         8, ge=1, description="Turns of one session, the running one included; beyond it clients get 429."
