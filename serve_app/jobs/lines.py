@@ -14,11 +14,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 LONGEST_LINE = 64 * 2**20
+_PIECE = 2**20
 
 
 class BadLine(ValueError):
@@ -32,14 +34,16 @@ class BadLine(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`number` counts from 1 and includes empty lines, as editors do."""
+    """`number` counts from 1 and includes empty lines, as editors do. A line that is too long to be kept has no text,
+    but the digest of it."""
 
     number: int
     text: bytes
+    digest_of_long: str | None = None
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.text).hexdigest()
+        return self.digest_of_long or hashlib.sha256(self.text).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +54,34 @@ class Call:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All lines but empty ones. Raises OSError."""
+    """All lines but empty ones. Of a line longer than LONGEST_LINE no more than that is in memory at a time. Raises
+    OSError."""
     with path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
-            if stripped := text.strip():
+        for number in count(1):
+            text = file.readline(LONGEST_LINE + 1)
+            if not text:
+                return
+            if len(text) > LONGEST_LINE and not text.endswith(b"\n"):
+                digest = hashlib.sha256(text)
+                del text
+                yield Line(number, b"", _read_over(file, digest))
+            elif stripped := text.strip():
                 yield Line(number, stripped)
+
+
+def _read_over(file: BinaryIO, digest: hashlib._Hash) -> str:
+    """To the end of the line whose beginning `digest` has; returns that of the whole line."""
+    while piece := file.readline(_PIECE):
+        digest.update(piece)
+        if piece.endswith(b"\n"):
+            break
+    return digest.hexdigest()
 
 
 def parse_line(line: Line) -> Call:
     """Raises BadLine. What is in the body is the API's to judge."""
     where = f"line {line.number}"
-    if len(line.text) > LONGEST_LINE:
+    if line.digest_of_long is not None:
         raise BadLine(None, "line_too_long", f"{where}: more than {LONGEST_LINE} bytes")
     try:
         content = json.loads(line.text)

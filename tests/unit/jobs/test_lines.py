@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serve_app.jobs import lines as module
 from serve_app.jobs.lines import BadLine, Call, Line, answered, output_id, parse_line, read_lines, refused
 
 GOOD: dict[str, Any] = {
@@ -82,3 +85,57 @@ def test_lines_are_numbered_as_in_an_editor_and_empty_ones_skipped(tmp_path: Pat
     file = tmp_path / "in.jsonl"
     file.write_bytes(b'\n{"a": 1}\r\n  \n{"b": 2}')
     assert list(read_lines(file)) == [Line(2, b'{"a": 1}'), Line(4, b'{"b": 2}')]
+
+
+LIMIT = 100
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_LINE", LIMIT)
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize("end", [b"\n", b""])
+@pytest.mark.parametrize("length", [LIMIT + 1, LIMIT + 2, 2 * LIMIT + 1, 2**20 + LIMIT + 1, 3 * 2**20])
+def test_a_line_that_is_too_long_has_its_error_in_its_place_and_the_next_is_read(
+    tmp_path: Path, length: int, end: bytes
+) -> None:
+    file = tmp_path / "in.jsonl"
+    long, fitting = b"x" * length, b"y" * LIMIT
+    file.write_bytes(b"\n".join([b"{}", long, b"", long[:-1] + b"z", fitting, long]) + end)
+    lines = list(read_lines(file))
+    assert [(found.number, found.text) for found in lines] == [(1, b"{}"), (2, b""), (4, b""), (5, fitting), (6, b"")]
+    assert len({found.digest for found in lines[:4]}) == 4, "by them a job that goes on knows what it has done"
+    assert len({output_id(found) for found in lines}) == 5
+    for found in (lines[1], lines[2], lines[4]):
+        with pytest.raises(BadLine) as bad:
+            parse_line(found)
+        assert str(bad.value) == f"line {found.number}: more than {LIMIT} bytes"
+        error = refused(found, bad.value)["error"]
+        assert error == {"code": "line_too_long", "message": str(bad.value)}
+    assert list(read_lines(file)) == lines
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_line_is_as_long_as_it_may_be_with_its_end_and_without(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    fitting = b"y" * LIMIT
+    for content in (fitting, fitting + b"\n", fitting + b"\n" + fitting + b"\n"):
+        file.write_bytes(content)
+        assert {found.text for found in read_lines(file)} == {fitting}
+        assert {found.digest for found in read_lines(file)} == {hashlib.sha256(fitting).hexdigest()}
+
+
+def test_memory_is_bounded_however_long_a_line_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 2**16
+    monkeypatch.setattr(module, "LONGEST_LINE", limit)
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b"x" * 64 * 2**20 + b"\n{}\n")
+    tracemalloc.start()
+    try:
+        assert [found.number for found in read_lines(file)] == [1, 2]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * limit + 4 * module._PIECE

@@ -63,18 +63,19 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
 
 async def test_every_line_has_its_record_in_order_and_the_counts_are_exact(room: Room) -> None:
     lines = [line(1), Line(2, b"{"), line(3), line(4, url="/v1/files"), line(5, custom_id="c1"), line(6)]
+    lines.append(Line(7, b"", digest_of_long="d"))
 
     def answer(prompt: str) -> httpx.Response:
         return httpx.Response(400, json={"error": {"message": "no", "code": "x"}}) if prompt == "p6" else good(prompt)
 
-    assert await room.run(lines, answer) == Counts(answered=2, failed=4)
+    assert await room.run(lines, answer) == Counts(answered=2, failed=5)
     records = room.written()
-    assert [record["custom_id"] for record in records] == ["c1", None, "c3", "c4", "c1", "c6"]
+    assert [record["custom_id"] for record in records] == ["c1", None, "c3", "c4", "c1", "c6", None]
     codes = [record["error"] and record["error"]["code"] for record in records]
-    assert codes == [None, "invalid_json", None, "invalid_url", "duplicate_custom_id", "x"]
+    assert codes == [None, "invalid_json", None, "invalid_url", "duplicate_custom_id", "x", "line_too_long"]
     assert records[0]["response"] == {"status_code": 200, "request_id": "r-p1", "body": {"text": "P1"}}
     assert sorted(room.asked) == ["p1", "p3", "p6"]
-    assert sorted(room.told) == [False] * 4 + [True] * 2
+    assert sorted(room.told) == [False] * 5 + [True] * 2
 
 
 async def test_no_more_lines_than_wished_are_asked_at_a_time(room: Room) -> None:
