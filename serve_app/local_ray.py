@@ -11,7 +11,10 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -19,7 +22,10 @@ import psutil
 from serve_app.local_ports import is_loopback
 from serve_app.tls import TlsFiles
 
+logger = logging.getLogger("moorage")
+
 APPLICATION = "moorage"
+_STARTS = 2
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 10.0
 
@@ -57,8 +63,9 @@ def prepare_environment(address: str | None = None) -> None:
 
 
 def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
-    """Starts a Ray of our own, or joins the one at `address`. Raises ConnectionError if there is none, or if it does
-    not start in time."""
+    """Starts a Ray of our own, or joins the one at `address`. Of our own, one start may fail: on an overloaded machine
+    one of Ray's processes may be too slow for another. Raises ConnectionError if there is none, or if it does not start
+    in time."""
     prepare_environment(address)
     import ray
     from ray import serve  # noqa: F401  # sets up its logger when it is imported
@@ -66,19 +73,38 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
     logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
     if address is not None:
         _require_answer(address)
-    try:
-        context = ray.init(
-            address=address or "local",
-            namespace=APPLICATION,
-            log_to_driver=verbose,
-            logging_level="INFO" if verbose else "ERROR",
-            **({} if address else {"include_dashboard": False}),
-        )
-    except Exception as error:  # Ray has no type of its own for a start that failed
-        ray.shutdown()  # takes along what had started
-        reason = str(error).strip().partition("\n")[0]
-        raise ConnectionError(f"Ray did not start: {reason} (an overloaded machine is slow; try again)") from error
+    for tries_left in reversed(range(1 if address else _STARTS)):
+        others = frozenset(psutil.Process().children(recursive=True))
+        try:
+            context = ray.init(
+                address=address or "local",
+                namespace=APPLICATION,
+                log_to_driver=verbose,
+                logging_level="INFO" if verbose else "ERROR",
+                **({} if address else {"include_dashboard": False}),
+            )
+            break
+        except Exception as error:  # Ray has no type of its own for a start that failed
+            _shut_down(others)
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            if address:
+                raise ConnectionError(f"the Ray at {address} could not be joined: {reason}") from error
+            if not tries_left:
+                raise ConnectionError(f"Ray did not start: {reason}. {_where_to_look()}") from error
+            logger.warning("Ray did not start, and is started once more: %s", reason)
     return RaySession(owned=address is None, folder=context.address_info["session_dir"])
+
+
+def _where_to_look() -> str:
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    logs = Path(folder, "ray", "session_latest", "logs")
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    memory = psutil.virtual_memory().available / 2**30
+    disk = psutil.disk_usage(folder).free / 2**30
+    return (
+        f"Look at raylet.out, raylet.err and gcs_server.out in {logs}, and at this machine, which may be overloaded: "
+        f"{load:.1f} processes on {cores} cores, {memory:.1f} GiB of memory and {disk:.1f} GiB of disk are free"
+    )
 
 
 def start_serve(
@@ -121,10 +147,15 @@ def remove_application(session: RaySession) -> None:
 
 def disconnect() -> None:
     """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined."""
+    _shut_down(frozenset())
+
+
+def _shut_down(others: Collection[psutil.Process]) -> None:
+    """`others`: of our children, those that are none of Ray's."""
     import ray
 
     # Before: what Ray's own processes started is nobody's child once they have ended.
-    processes = psutil.Process().children(recursive=True)
+    processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
     ray.shutdown()
     _, left = psutil.wait_procs(processes, timeout=_END_SECONDS)
     for process in left:
