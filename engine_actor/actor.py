@@ -29,6 +29,7 @@ from engine_actor.options import EngineConfig
 from engine_actor.outcomes import StepReport
 from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Turn
 from engine_actor.sessions import Detokenize, SessionTable
+from engine_actor.step_bound import StepBound
 from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns import (
     ForkOutcome,
@@ -89,6 +90,7 @@ class EngineActor:
         self._detokenize = detokenize
         self._decoder_factory = decoder_factory
         self._on_step = on_step
+        self._step_bound = StepBound(options.max_step_seconds, options.max_scheduled_tokens)
         self._accepting = False
         self._owner: OwnerLoop | None = None
         self._thread: threading.Thread | None = None
@@ -155,9 +157,14 @@ class EngineActor:
             engine, self.replica, options.max_sessions, options.session_ttl_seconds, self._detokenize
         )
         limits = OwnerLimits(options.max_queued_turns, options.max_turns_per_session)
-        owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._on_step)
+        owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
         return owner, StartReport(options.model, options.dtype, pool, context, seconds)
+
+    def _note_step(self, report: StepReport) -> None:
+        self._step_bound.note(report)
+        if self._on_step is not None:
+            self._on_step(report)
 
     async def drain(self) -> None:
         """Refuses new turns and returns when the open ones have ended."""
@@ -280,7 +287,7 @@ class EngineActor:
         if not self._thread.is_alive():
             return "the owner thread has ended"
         age = time.monotonic() - heartbeat.last_round
-        return f"no step and no idle tick for {age:.0f} s" if age > self.options.max_step_seconds else None
+        return f"no step and no idle tick for {age:.0f} s" if age > self._step_bound.seconds else None
 
     @property
     def context_length(self) -> int:

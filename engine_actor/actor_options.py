@@ -22,7 +22,8 @@ class ActorOptions:
     session_ttl_seconds   a conversation idle for longer is dropped from memory; 0: never
     max_queued_turns      turns that wait for the engine; more are refused with QUEUE_FULL
     max_turns_per_session turns of one session, the running one included; more are refused with SESSION_BUSY
-    max_step_seconds      a step that takes longer means that the engine hangs: the health check fails
+    max_step_seconds      a step that takes longer means that the engine hangs: the health check fails. Once its pace is
+                          known, less does (`StepBound`)
     threads               of the math libraries; 0: all cores of this machine
     """
 
@@ -41,7 +42,7 @@ class ActorOptions:
     session_ttl_seconds: float = 3600.0
     max_queued_turns: int = 256
     max_turns_per_session: int = 8
-    max_step_seconds: float = 120.0
+    max_step_seconds: float = 300.0
     threads: int = 0
 
     def __post_init__(self) -> None:

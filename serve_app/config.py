@@ -204,6 +204,13 @@ class AppArgs(BaseModel):
         description="How often Serve asks a replica if it is well; three failures, or three times 5 s without an "
         "answer, replace it.",
     )
+    max_step_seconds: float = Field(
+        300.0,
+        ge=1,
+        le=1e6,
+        description="An engine that takes longer for a step counts as hung. Once its pace is known, less does: ten "
+        "times what a full step (max_scheduled_tokens) takes it, but at least 10 s.",
+    )
     routing_stats_period_seconds: float = Field(
         0.3, gt=0, le=60, description="How often replicas report residency and load to the routers."
     )
@@ -329,6 +336,7 @@ class AppArgs(BaseModel):
             session_ttl_seconds=self.session_ttl_seconds,
             max_queued_turns=self.max_queued_turns,
             max_turns_per_session=self.max_turns_per_session,
+            max_step_seconds=self.max_step_seconds,
             threads=self.resolved_threads(cores),
         )
 

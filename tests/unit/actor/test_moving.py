@@ -152,9 +152,9 @@ async def test_where_the_cache_cannot_stay_the_tokens_do() -> None:
 
 
 async def test_only_what_is_dormant_is_taken_along() -> None:
-    actor = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    actor = await start_actor(SyntheticDecoder(vocab=1000, eos=5000), 200)
     assert await actor.take_along("public", "s", LARGE) is None
-    running = actor.stream_turn(turn([7, 8], 30, "s"))
+    running = actor.stream_turn(turn([7, 8], 700, "s"))
     await anext(running)
     assert await actor.take_along("public", "s", LARGE) is None
     await running.aclose()
