@@ -20,7 +20,7 @@ from typing import TypeVar
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.engine import Engine
-from engine_actor.errors import EngineUnhealthy
+from engine_actor.errors import EngineUnhealthy, UnusableGrammar
 from engine_actor.heartbeat import Snapshot
 from engine_actor.mailbox import Mailbox
 from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
@@ -28,6 +28,7 @@ from engine_actor.memory.window_ring import ring_blocks
 from engine_actor.options import EngineConfig
 from engine_actor.outcomes import StepReport
 from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Turn
+from engine_actor.sampling.guidance import Vocabulary
 from engine_actor.sessions import Detokenize, SessionTable
 from engine_actor.step_bound import StepBound
 from engine_actor.stopwatch import Stopwatch
@@ -83,14 +84,17 @@ class EngineActor:
         detokenize: Detokenize | None = None,
         decoder_factory: DecoderFactory = load_decoder,
         on_step: Callable[[StepReport], None] | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
-        """`on_step` is called on the owner thread with the report of each transaction; it must be quick."""
+        """`on_step` is called on the owner thread with the report of each transaction; it must be quick. `vocabulary`
+        is needed for turns whose answer follows a grammar, and asked for on a thread of its own."""
         self.options = options
         self.replica = replica
         self._detokenize = detokenize
         self._decoder_factory = decoder_factory
         self._on_step = on_step
         self._step_bound = StepBound(options.max_step_seconds, options.max_scheduled_tokens)
+        self._vocabulary = vocabulary
         self._accepting = False
         self._owner: OwnerLoop | None = None
         self._thread: threading.Thread | None = None
@@ -152,7 +156,7 @@ class EngineActor:
             numerics=options.numerics,
         )
         with watch.step("allocate pools"):
-            engine = Engine(loaded.decoder, config)
+            engine = Engine(loaded.decoder, config, self._vocabulary)
         sessions = SessionTable(
             engine, self.replica, options.max_sessions, options.session_ttl_seconds, self._detokenize
         )
@@ -186,6 +190,12 @@ class EngineActor:
         mailbox = Mailbox()
         turn = Turn(request, mailbox.put)
         owner = self._owner
+        if owner is not None and request.guidance is not None:
+            try:  # here, since a large grammar takes longer than a step
+                await asyncio.to_thread(owner.engine.grammars.compile, request.guidance)
+            except UnusableGrammar as error:
+                yield TurnRefused(RefusalCode.INVALID, str(error))
+                return
         if not self._accepting or owner is None or not owner.post(lambda: owner.submit(turn)):
             yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=1.0)
             return

@@ -62,6 +62,7 @@ def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
         turn.min_generated_tokens,
         turn.logprobs,
         turn.resumed_tokens or 0,
+        turn.guidance,
     )
 
 

@@ -11,7 +11,7 @@ caller, who learns from `last_report` what blocked work is waiting for.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine_actor.decoding.decoder import Decoder, KvBlocks, PoolGeometry
 from engine_actor.decoding.packing import StepPacker
@@ -33,6 +33,7 @@ from engine_actor.options import EngineConfig, Numerics, RequestOptions, require
 from engine_actor.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler
+from engine_actor.sampling.guidance import Grammars, Vocabulary
 from engine_actor.scheduling.preemption import choose_victim
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
@@ -42,7 +43,10 @@ from engine_actor.transaction import Phase, StepTransaction
 class Engine:
     """Owns one decoder and its pools. Raises InvalidOption where the configuration does not suit the decoder."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, config: EngineConfig, vocabulary: Callable[[], Vocabulary] | None = None
+    ) -> None:
+        """`vocabulary` is asked for when the first turn comes whose answer follows a grammar."""
         manifest = decoder.manifest
         if config.numerics is Numerics.EXACT and not decoder.row_invariant:
             raise InvalidOption("numerics", "exact", "'fast': this decoder's rows depend on their batch")
@@ -73,6 +77,7 @@ class Engine:
             query_cap=min(config.chunk_size, self.max_length),
         )
         self._events = EventQueue()
+        self.grammars = Grammars(vocabulary, manifest.vocab_size, manifest.eos_token_ids)
         self._lifecycle = Lifecycle(
             self._cache,
             self._events,
@@ -80,6 +85,7 @@ class Engine:
             manifest.vocab_size,
             manifest.eos_token_ids,
             manifest.max_draft_tokens,
+            self.grammars,
         )
         self._mover = Mover(decoder, self._lifecycle)
         self._scheduler = Scheduler(self._lifecycle, config)
@@ -354,6 +360,8 @@ class Engine:
             "waiting": sum(record.status is RequestStatus.ASSIGNED for record in records),
             "tokens_due": sum(r.history.length - r.processed for r in records if r.status in open_turns),
             "pending_events": len(self._events),
+            "grammars_compiled": self.grammars.compiled,
+            "grammars_reused": self.grammars.reused,
         }
 
     def active_blocks(self) -> int:

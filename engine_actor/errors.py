@@ -22,6 +22,18 @@ class InvalidOption(EngineError, ValueError):
         return f"{self.field} must be {self.wanted}, not {self.value!r}"
 
 
+class UnusableGrammar(InvalidOption):
+    """The text is no grammar of its kind, or not one for this model. Nothing was changed."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__("guidance", kind, reason)
+        self.args = (kind, reason)
+        self.kind, self.reason = kind, reason
+
+    def __str__(self) -> str:
+        return f"the answer's grammar is no usable {self.kind}: {self.reason}"
+
+
 class InvalidCall(EngineError):
     """A call that this state does not allow: a turn on a closed request, another engine's buffer. Nothing changed."""
 
@@ -48,6 +60,10 @@ class ContextLengthExceeded(EngineError):
 
 class OutOfBlocks(EngineError):
     """A pool was asked for more than it has free. Callers plan first, so in a step this is a contract failure."""
+
+
+class GuidanceFailed(EngineError):
+    """An answer's grammar gave up, by an error or a limit of its own: that turn ends, and no other one."""
 
 
 class ContractViolation(EngineError):

@@ -22,6 +22,7 @@ from engine_actor.events import EngineEvent, ErrorCode, EventFlags, EventQueue
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.options import RequestOptions, TurnOptions, require_integer
 from engine_actor.request import FinishReason, Request, RequestRecord, RequestStatus, TokenHistory
+from engine_actor.sampling.guidance import Grammars
 
 LAST_TURN_ID = 2**64 - 1
 
@@ -35,6 +36,7 @@ class Lifecycle:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         max_draft_tokens: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.cache = cache
         self.events = events
@@ -42,6 +44,7 @@ class Lifecycle:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.max_draft_tokens = max_draft_tokens
+        self._grammars = grammars or Grammars(None, vocab_size, eos_token_ids)
         self.records: dict[int, RequestRecord] = {}
         self.queue: OrderedDict[int, RequestRecord] = OrderedDict()
         self.abandonment_pending = False
@@ -109,6 +112,7 @@ class Lifecycle:
             raise InvalidCall("this request has used up its turn ids; create a new one")
         added = self._checked_tokens(record, tokens)
         self._check_options(record, len(added), options)
+        guide = None if options.guidance is None else self._grammars.cursor(options.guidance)
         self._append(record, added)
         record.status = RequestStatus.ASSIGNED
         record.turn_id += 1
@@ -122,7 +126,8 @@ class Lifecycle:
         record.end_length = min(record.max_total, begin + limit) if limit else record.max_total
         eos = frozenset() if options.ignore_eos else self.eos_token_ids
         record.end_tokens = eos | options.stop_token_ids
-        record.plain = not (options.min_generated_tokens or options.sampling.reshapes)
+        record.guide = guide
+        record.plain = not (options.min_generated_tokens or options.sampling.reshapes or guide)
         record.finish_reason = None
         record.admitted = False
         record.match_cache = None
@@ -203,6 +208,7 @@ class Lifecycle:
         """Ends a turn outside a step's commit, keeping all that was committed, with its one terminal event."""
         self.queue.pop(record.id, None)
         record.drafts = ()
+        record.guide = None
         record.status = RequestStatus.TURN_COMPLETE
         record.finish_reason = reason
         flags = EventFlags.TURN_FINISHED
@@ -270,8 +276,8 @@ class Lifecycle:
             raise InvalidOption("tokens", count, f"at most {self.max_draft_tokens} drafts")
         if record.status is not RequestStatus.ACTIVE or record.is_prefill:
             raise InvalidCall("drafts need a turn whose prompt is processed and that still generates")
-        if not options.sampling.greedy or options.sampling.reshapes:
-            raise InvalidCall("drafts need greedy decoding without penalties and biases")
+        if not options.sampling.greedy or options.sampling.reshapes or options.guidance is not None:
+            raise InvalidCall("drafts need greedy decoding without penalties, biases and guidance")
         if record.turn_generated < options.min_generated_tokens:
             raise InvalidCall(f"drafts need {options.min_generated_tokens} generated tokens, the turn's minimum")
 
@@ -326,4 +332,5 @@ class Lifecycle:
         del self.records[record.id]
         record.status = RequestStatus.CLOSED
         record.history = TokenHistory()
+        record.guide = None
         record.processed = 0

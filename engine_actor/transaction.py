@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.packing import StepPacker
-from engine_actor.errors import ContractViolation
+from engine_actor.errors import ContractViolation, GuidanceFailed
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.step_reservation import StepReservation
@@ -84,6 +87,7 @@ class StepTransaction:
         self._reservation: StepReservation | None = None
         self._logits: Any = None
         self._staged: list[StagedRow] = []
+        self._unguided: dict[int, str] = {}  # rows whose grammar failed in this step, and why
         self._events: list[EngineEvent] = []
         self._queue_after: deque[EngineEvent] = deque()
 
@@ -193,10 +197,21 @@ class StepTransaction:
         """What changes this row's logits."""
         options = record.turn_options
         too_short = record.turn_generated < options.min_generated_tokens
-        if not too_short and not options.sampling.reshapes:
+        if not too_short and not options.sampling.reshapes and record.guide is None:
             return None
+        tokens, generated = record.history.ids[: record.history.length], record.turn_generated
+        allowed = None if record.guide is None else self._allowed(record, tokens[len(tokens) - generated :])
         banned = record.end_tokens if too_short else frozenset()
-        return RowContext(record.history.ids[: record.history.length], record.turn_generated, banned)
+        return RowContext(tokens, generated, banned, allowed)
+
+    def _allowed(self, record: RequestRecord, answer: list[int]) -> NDArray[np.bool_]:
+        """What the row's grammar lets follow. Where it fails nothing may, so that this row ends alone."""
+        assert record.guide is not None
+        try:
+            return record.guide.allowed(answer)
+        except GuidanceFailed as error:
+            self._unguided[record.id] = str(error)
+            return np.zeros(self._lifecycle.vocab_size, np.bool_)
 
     def _logprobs(self, staged: StagedRow, at: int, wanted: int) -> list[TokenLogprob]:
         """Of each appended token; the row's logits start at index `at` of the step's."""
@@ -260,8 +275,14 @@ class StepTransaction:
         last.usage = Usage(record.turn_prompt_tokens, generated, self._cached_tokens(staged.row))
         if staged.finish is FinishReason.FAILED:
             last.flags |= EventFlags.FAILED
-            last.error_code = ErrorCode.NOT_FINITE
-            last.message = "the model gave no finite number for the next token"
+            last.error_code, last.message = self._why_failed(record)
+
+    def _why_failed(self, record: RequestRecord) -> tuple[int, str]:
+        """Of a row for which no token could be chosen."""
+        if record.guide is None:
+            return ErrorCode.NOT_FINITE, "the model gave no finite number for the next token"
+        reason = self._unguided.get(record.id, "nothing that it allows has a finite number from the model")
+        return ErrorCode.GUIDANCE, f"the answer's grammar failed: {reason}"
 
     def _cached_tokens(self, row: PlannedRow) -> int:
         """Input positions of this turn that were found in the cache; fixed by the turn's first step."""
@@ -283,7 +304,10 @@ class StepTransaction:
         if row.demand.new:
             self._lifecycle.queue.pop(record.id)
         record.finish_reason = staged.finish
-        record.status = RequestStatus.ACTIVE if staged.finish is None else RequestStatus.TURN_COMPLETE
+        if staged.finish is None:
+            record.status = RequestStatus.ACTIVE
+        else:
+            record.status, record.guide = RequestStatus.TURN_COMPLETE, None
 
     # -- after the step -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine_actor.decoding.decoder import KvBlocks
-from engine_actor.options import SamplingParams
+from engine_actor.options import Guidance, SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
 
 OwnTokens = tuple[tuple[int, tuple[int, ...]], ...]
@@ -41,6 +41,7 @@ class TurnRequest:
     max_generated_tokens  0: what the context leaves
     min_generated_tokens  before this many, nothing that would end the turn is chosen
     logprobs              None: none; k: those of each token and of the k likeliest in its place
+    guidance              the grammar that each answer follows; None: any text
     choices               independent answers to the one prompt; all but the first are anonymous
     resumed_tokens        None: a new turn. k: one that another replica had accepted before it was lost; the last k of
                           `prompt_ids` are what it generated. Its history stands as it is, and no full queue refuses it
@@ -60,6 +61,7 @@ class TurnRequest:
     logprobs: int | None = None
     choices: int = 1
     resumed_tokens: int | None = None
+    guidance: Guidance | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -161,6 +161,9 @@ class AppArgs(BaseModel):
     max_stop_length: int = Field(512, ge=1, description="Longest stop string, in characters.")
     max_stop_token_ids: int = Field(256, ge=1, description="Most stop tokens of a request.")
     max_logit_biases: int = Field(1024, ge=1, description="Most entries of logit_bias.")
+    max_grammar_bytes: int = Field(
+        256 * 2**10, ge=1, description="Longest grammar that an answer may follow, such as a JSON schema."
+    )
     max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
     max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
     max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
@@ -360,6 +363,7 @@ class AppArgs(BaseModel):
             max_stop_length=self.max_stop_length,
             max_stop_token_ids=self.max_stop_token_ids,
             max_logit_biases=self.max_logit_biases,
+            max_grammar_bytes=self.max_grammar_bytes,
             max_choices=self.max_choices,
             max_prompts=self.max_prompts,
             max_top_logprobs=self.max_top_logprobs,

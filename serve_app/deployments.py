@@ -95,7 +95,8 @@ class EngineDeployment:
         from engine_actor.actor import EngineActor
 
         detokenize = partial(_answer_text, tokenizer)
-        return EngineActor(options, self._replica, detokenize, load, on_step=StepWatch(self._metrics))
+        watch = StepWatch(self._metrics)
+        return EngineActor(options, self._replica, detokenize, load, on_step=watch, vocabulary=tokenizer.vocabulary)
 
     async def stream_turn(
         self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = ()

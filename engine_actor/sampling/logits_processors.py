@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is chosen, in this order: bias, penalties, bans.
+"""What changes a row's logits before a token is chosen, in this order: grammar, bias, penalties, bans.
 
 Each is a function of the row's own tokens and options, so nothing is kept between steps: a rollback, a preemption and a
 replay elsewhere see the same logits.
@@ -20,15 +20,18 @@ Float32 = NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class RowContext:
     """tokens: the whole sequence; the last `generated` of them are this turn's. banned: may not be chosen now, such as
-    what would end a turn below its minimum length (F278)."""
+    what would end a turn below its minimum length (F278). allowed: bool [vocab], what a grammar lets follow."""
 
     tokens: Sequence[int]
     generated: int
     banned: frozenset[int] = frozenset()
+    allowed: NDArray[np.bool_] | None = None
 
 
 def process(logits: Float32, params: SamplingParams, context: RowContext) -> None:
     """Changes one row, float32 [vocab], in place."""
+    if context.allowed is not None:
+        logits[~context.allowed] = -np.inf
     for token, bias in params.logit_bias:
         logits[token] += np.float32(bias)
     if params.repetition_penalty != 1.0:

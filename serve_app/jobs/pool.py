@@ -32,6 +32,7 @@ from serve_app.commands.console import say
 from serve_app.commands.serve import StartFailed
 from serve_app.config import AppArgs
 from serve_app.model_store import resolve_model
+from serve_app.text.tokenizer import load_tokenizer
 
 _RESTARTS = 3
 _TRIES = 5
@@ -55,7 +56,9 @@ class BatchEngine:
         from engine_actor.actor import EngineActor
 
         path = await asyncio.to_thread(resolve_model, self._options.model)
-        self._actor = EngineActor(replace(self._options, model=str(path)), f"batch-{os.getpid()}")
+        options = replace(self._options, model=str(path))
+        name = f"batch-{os.getpid()}"
+        self._actor = EngineActor(options, name, vocabulary=lambda: load_tokenizer(path).vocabulary())
         await self._actor.start()
         return self._actor.context_length
 

@@ -11,9 +11,10 @@ from serve_app.ingress.errors import ApiError
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import ChatFormat
 from serve_app.openai.limits import too_many
-from serve_app.openai.protocol import ChatRequest, parse
+from serve_app.openai.protocol import ChatRequest
 from serve_app.openai.requests import Asked, respond
 from serve_app.openai.services import Services
+from serve_app.openai.strict import parse
 from serve_app.openai.unserved import refuse_unserved_chat
 from serve_app.text.chat_template import Message
 from serve_app.text.errors import ChatTemplateError

@@ -8,9 +8,10 @@ from starlette.responses import Response
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import CompletionFormat
 from serve_app.openai.limits import check_token_ids
-from serve_app.openai.protocol import CompletionRequest, PlainPrompt, parse, prompt_param
+from serve_app.openai.protocol import CompletionRequest, PlainPrompt, prompt_param
 from serve_app.openai.requests import Asked, respond
 from serve_app.openai.services import Services
+from serve_app.openai.strict import parse
 from serve_app.openai.unserved import refuse_unserved_completion
 from serve_app.text.prompts import Prompt, PromptBuilder
 

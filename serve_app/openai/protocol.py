@@ -8,23 +8,16 @@ are not supported are in `unserved`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from engine_actor.options import MAX_INT32
+from engine_actor.options import MAX_INT32, Guidance
 from serve_app.ingress.errors import bad_value
-from serve_app.openai.wording import first_error
+from serve_app.openai.strict import Strict, Text, checked_text, refuse, whole_text
+from serve_app.openai.structured import StructuredOutputs, WantedFormat, chosen_guidance
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("text",)
@@ -51,42 +44,6 @@ _TOKEN_IDS = {"anyOf": [_IDS, {"type": "null"}]}
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-
-M = TypeVar("M", bound=Strict)
-
-
-def parse(model: type[M], content: Mapping[str, object]) -> M:
-    """Raises ApiError 400 that names the first field at fault."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        raise first_error(error) from error
-
-
-def refuse(message: str) -> NoReturn:
-    # The message is a template: braces in it would be taken for fields.
-    raise PydanticCustomError("value_error", "{message}", {"message": message})
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        refuse(f"{what} must be a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        refuse(f"{what} holds half of a surrogate pair, which is no character")
-    return value
-
-
-def _whole_text(value: object) -> str:
-    """Pydantic alone lets lone surrogates pass in a plain string."""
-    return _text(value, "it")
-
-
-Text = Annotated[str, BeforeValidator(_whole_text)]
 PlainPrompt = str | tuple[int, ...]
 """A text, or token ids."""
 
@@ -98,7 +55,7 @@ def _stop(value: object) -> tuple[str, ...]:
         value = [value]
     if not isinstance(value, list):
         refuse("must be a string or a list of strings")
-    stops = tuple(_text(stop, "each stop string") for stop in value)
+    stops = tuple(checked_text(stop, "each stop string") for stop in value)
     if "" in stops:
         refuse("a stop string must not be empty")
     return stops
@@ -146,7 +103,7 @@ def prompt_param(index: int, count: int) -> str:
 
 def _prompt(value: object) -> PlainPrompt:
     if isinstance(value, str):
-        return _whole_text(value)
+        return whole_text(value)
     if not isinstance(value, list) or any(type(token) is not int for token in value):
         refuse("must be a string or a list of token ids")
     return tuple(value)
@@ -165,7 +122,7 @@ def joined_text(value: object, kinds: Sequence[str]) -> str:
     """A text that is given whole, or in parts of these types."""
     if isinstance(value, list):
         return "\n".join(_part(part, i, kinds) for i, part in enumerate(value))
-    return _whole_text(value) if isinstance(value, str) else refuse("must be a string or a list of text parts")
+    return whole_text(value) if isinstance(value, str) else refuse("must be a string or a list of text parts")
 
 
 def _part(part: object, index: int, kinds: Sequence[str]) -> str:
@@ -173,7 +130,7 @@ def _part(part: object, index: int, kinds: Sequence[str]) -> str:
         refuse(f"part {index} must be an object with type and text")
     if part.get("type") not in kinds:
         refuse(f"part {index} must be of type {' or '.join(map(repr, kinds))}: this server takes text only")
-    return _text(part.get("text"), f"the text of part {index}")
+    return checked_text(part.get("text"), f"the text of part {index}")
 
 
 def check_role(value: object) -> str:
@@ -238,6 +195,11 @@ class GenerationRequest(Strict):
         """Longest answer, in tokens; None: the client sets no limit."""
         return None
 
+    @property
+    def guidance(self) -> tuple[str, Guidance] | None:
+        """The grammar that the answer follows, after the field to blame for it. Raises ApiError."""
+        return None
+
 
 class CompletingRequest(GenerationRequest):
     """What chat and completions have in common."""
@@ -246,6 +208,8 @@ class CompletingRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_INT32)
     best_of: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    response_format: WantedFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def choices(self) -> int:
@@ -254,6 +218,10 @@ class CompletingRequest(GenerationRequest):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def guidance(self) -> tuple[str, Guidance] | None:
+        return chosen_guidance(self.response_format, self.structured_outputs)
 
     @property
     def include_usage(self) -> bool:

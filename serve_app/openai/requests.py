@@ -21,6 +21,7 @@ from serve_app.openai.limits import check_completing, check_generation
 from serve_app.openai.merge import merged_events
 from serve_app.openai.protocol import CompletingRequest, GenerationRequest
 from serve_app.openai.services import Services
+from serve_app.openai.structured import check_guidance
 from serve_app.openai.turns import Turn, answer_events, make_turn, sampling_of
 from serve_app.text.prompts import Prompt
 
@@ -56,6 +57,7 @@ async def respond(
     model = checked_model(body.model, settings)
     check_generation(body, settings, services.prompts.tokenizer.vocab_size)
     check_completing(body, settings)
+    await check_grammar_of(body, settings)
     record = record_of(request.scope)
     asked = await off_loop_if_large(size, lambda: build(body))
     limit = await services.context_limit()
@@ -79,6 +81,16 @@ async def respond(
     answers = [answer_events(services, turn) for turn in map(turn_of, asked)]
     events = answers[0] if len(answers) == 1 else merged_events(answers, body.choices)
     return TurnResponse(events, form(body, model), stream=bool(body.stream))
+
+
+async def check_grammar_of(body: GenerationRequest, settings: IngressSettings) -> None:
+    """Reading a grammar can take longer than a step of everyone's streams."""
+    if body.guidance is None:
+        return
+    for name, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
+        if value:
+            raise bad_value(name, "the answer's grammar says when it may end, so leave this out")
+    await asyncio.to_thread(check_guidance, *body.guidance, settings.max_grammar_bytes)
 
 
 async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:

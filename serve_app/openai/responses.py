@@ -13,11 +13,11 @@ from serve_app.openai.chat import chat_prompt, conversation_opening
 from serve_app.openai.document import json_body
 from serve_app.openai.kept import Keeping, kept_events
 from serve_app.openai.limits import check_generation
-from serve_app.openai.protocol import parse
-from serve_app.openai.requests import checked_model, identity_of, off_loop_if_large
+from serve_app.openai.requests import check_grammar_of, checked_model, identity_of, off_loop_if_large
 from serve_app.openai.responses_format import ResponseFormat
 from serve_app.openai.responses_protocol import ResponsesRequest
 from serve_app.openai.services import Services
+from serve_app.openai.strict import parse
 from serve_app.openai.turns import answer_events, make_turn, sampling_of
 from serve_app.openai.unserved import refuse_unserved_responses
 from serve_app.responses.store import History
@@ -36,6 +36,7 @@ def responses_router(services: Services) -> APIRouter:
         body = parse(ResponsesRequest, content)
         model = checked_model(body.model, settings)
         check_generation(body, settings, services.prompts.tokenizer.vocab_size)
+        await check_grammar_of(body, settings)
         record = record_of(request.scope)
         history = await _history(services, body, record.owner)
         own = tuple((message.role, message.content) for message in body.input)

@@ -11,6 +11,7 @@ from serve_app.ingress.errors import ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
 from serve_app.openai.responses_protocol import ResponsesRequest
+from serve_app.openai.structured import WantedText
 from serve_app.openai.turns import CANCELLED, ChoiceEnd, Finished, Usage
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
@@ -114,7 +115,7 @@ class ResponseFormat:
             "reasoning": {"effort": None, "summary": None},
             "store": body.stored,
             "temperature": self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": (self.body.text or WantedText()).shown(),
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": 0,

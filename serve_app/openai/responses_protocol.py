@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
-from engine_actor.options import MAX_INT32
-from serve_app.openai.protocol import ROLES, GenerationRequest, Strict, Text, check_role, joined_text, refuse
+from engine_actor.options import MAX_INT32, Guidance
+from serve_app.openai.protocol import ROLES, GenerationRequest, check_role, joined_text
+from serve_app.openai.strict import Strict, Text, refuse
+from serve_app.openai.structured import WantedText
 
 _PARTS = {"user": ("input_text",), "assistant": ("output_text", "input_text")}
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
@@ -74,11 +76,16 @@ class ResponsesRequest(GenerationRequest):
     previous_response_id: Text | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    text: WantedText | None = None
     metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_metadata)] = None
 
     @property
     def token_limit(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def guidance(self) -> tuple[str, Guidance] | None:
+        return None if self.text is None else self.text.guidance
 
     @property
     def stored(self) -> bool:

@@ -11,8 +11,8 @@ from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.document import json_body
 from serve_app.openai.identity import checked_session_id, engine_owner
-from serve_app.openai.protocol import Strict, Text, parse
 from serve_app.openai.services import Services
+from serve_app.openai.strict import Strict, Text, parse
 
 
 class ForkRequest(Strict):

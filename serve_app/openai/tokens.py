@@ -12,9 +12,10 @@ from serve_app.ingress.errors import bad_value
 from serve_app.openai.chat import chat_prompt
 from serve_app.openai.document import json_body
 from serve_app.openai.limits import check_token_ids, too_many
-from serve_app.openai.protocol import ChatMessage, Strict, Text, parse
+from serve_app.openai.protocol import ChatMessage
 from serve_app.openai.requests import checked_model, off_loop_if_large
 from serve_app.openai.services import Services
+from serve_app.openai.strict import Strict, Text, parse
 from serve_app.openai.unserved import refuse_unserved_tokenize
 
 

@@ -144,6 +144,7 @@ def make_turn(
         min_generated_tokens=least,
         logprobs=body.likeliest,
         choices=body.choices,
+        guidance=None if body.guidance is None else body.guidance[1],
     )
     return Turn(request, tenant, identity.routing_key, body.stop, prompt_param)
 

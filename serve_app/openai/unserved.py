@@ -15,7 +15,6 @@ _OFF = (False,)
 _ZERO = (0, 0.0)
 _ONE = (1, 1.0)
 _EMPTY: tuple[object, ...] = ([], {}, "")
-_TEXT_FORMAT = ({"type": "text"},)
 _NO_TOOL = ("none", "auto")
 
 # Name -> values that change nothing; null always is one.
@@ -23,7 +22,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "length_penalty": _ONE,
     "typical_p": _ONE,
     "top_a": _ZERO,
-    "response_format": _TEXT_FORMAT,
     "use_beam_search": _OFF,
     "bad_words": _EMPTY,
     "allowed_token_ids": _EMPTY,
@@ -37,7 +35,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "grammar": _EMPTY,
     "json_schema": (),
     "prompt_embeds": (),
@@ -71,7 +68,6 @@ _RESPONSES = _COMMON | {
     "parallel_tool_calls": (True,),
     "max_tool_calls": (),
     "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
-    "text": ({}, {"format": {"type": "text"}}),
     "background": _OFF,
     "conversation": (),
     "include": ([],),
@@ -84,6 +80,8 @@ _RESPONSES = _COMMON | {
     "chat_template": (),
     "chat_template_kwargs": _EMPTY,
     # Names of the other two routes; to ignore them would surprise.
+    "response_format": (),
+    "structured_outputs": (),
     "messages": (),
     "max_tokens": (),
     "max_completion_tokens": (),

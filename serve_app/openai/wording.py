@@ -18,6 +18,7 @@ _MUST = {
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
+    "literal_error": "must be {expected}",
     "less_than_equal": "must be at most {le}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",

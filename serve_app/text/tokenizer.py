@@ -15,10 +15,13 @@ from typing import cast
 from tokenizers import Tokenizer as Backend
 
 from engine_actor.errors import ModelError
+from engine_actor.sampling.guidance import Vocabulary
 from engine_actor.weights.gguf_file import GgufFile
 from serve_app.text.errors import TokenizerError
 from serve_app.text.gguf_vocabulary import build_tokenizer
 from serve_app.text.token_bytes import TokenBytes
+
+_MARK = "\x02"  # a character that no token joins with what follows it
 
 
 class Tokenizer:
@@ -55,6 +58,22 @@ class Tokenizer:
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=special_tokens).ids
         return ids
+
+    def vocabulary(self) -> Vocabulary:
+        """For grammars. Spells every token, and reads the tokenizer once more: a tenth of a second, or several."""
+        plain = Backend.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True  # what looks like a control token is text to a grammar
+
+        def encode(text: str) -> list[int]:
+            if not self.token_bytes.strips_space:
+                return plain.encode(text, add_special_tokens=False).ids
+            ids, spelled = plain.encode(_MARK + text, add_special_tokens=False).ids, b""
+            while ids and not spelled.endswith(_MARK.encode()):  # before a text a space is put, but not inside one
+                spelled += self.token_bytes[ids.pop(0)]
+            return ids
+
+        tokens = [self.token_bytes[i] for i in range(self.vocab_size)]
+        return Vocabulary(tokens, self.token_bytes.special, encode)
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int] | None]:
         """Ids without added special tokens, and where each of them ends in `text.encode()`.

@@ -69,6 +69,27 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"model": v}, "model") for v in (5, True, [], {}, "\ud800")],
     *[({"messages": v}, "messages") for v in (None, [], "Hi", {}, 5, True, USER * 4097)],
     *[({"messages": [v]}, "messages.0") for v in (None, "Hi", 5, [])],
+    *[({"response_format": v}, "response_format") for v in
+      ("json", 5, [], {"type": "json_schema"}, {"type": "json_schema", "json_schema": None})],
+    *[({"response_format": {"type": v}}, "response_format.type") for v in (None, "", "xml", 5, {}, "structural_tag")],
+    ({"response_format": {}}, "response_format.type"),
+    *[({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": v}}},
+       "response_format.json_schema.schema") for v in
+      (5, [], True, "", "{", "5", "\ud800", {"type": "objec"}, {"not": {}}, {"$ref": "#/x"}, "[",
+       {"type": "string", "pattern": "("}, {"type": "string", "format": "nothing"}, {"enum": []},
+       {"const": "x" * 2**18})],
+    *[({"structured_outputs": v}, "structured_outputs") for v in
+      ("json", 5, [], {}, {"regex": "a", "choice": ["a"]}, {"json_object": False}, {"regex": None})],
+    *[({"structured_outputs": {"regex": v}}, "structured_outputs.regex") for v in
+      ("", "(a", 5, ["a"], "\ud800", "a{9,1}")],
+    *[({"structured_outputs": {"choice": v}}, "structured_outputs.choice") for v in ([], "a", 5, {})],
+    *[({"structured_outputs": {"choice": ["a", v]}}, "structured_outputs.choice.1") for v in ("", 5, None, "\ud800")],
+    *[({"structured_outputs": {"grammar": v}}, "structured_outputs.grammar") for v in
+      ("", "x", "start: b", 5, "start: \"a", "%")],
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
     ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages.1"),
     ({"messages": [{}]}, "messages.0.role"),
     ({"messages": [{"content": "Hi"}]}, "messages.0.role"),
@@ -90,12 +111,12 @@ NOT_SERVED: list[tuple[str, Any]] = [
     ("length_penalty", 2),
     ("tools", [{"type": "function"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {}),
     ("functions", [{}]), ("function_call", {"name": "f"}),
-    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}),
-    ("response_format", "json"), ("use_beam_search", True),
+    ("use_beam_search", True),
     ("modalities", ["text", "audio"]), ("audio", {}), ("prediction", {}), ("store", True), ("echo", True),
     ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}), ("continue_final_message", True),
     ("add_generation_prompt", False), ("bad_words", ["x"]),
-    ("guided_json", {}), ("structured_outputs", {}), ("skip_special_tokens", False), ("prompt_logprobs", 1),
+    ("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "x"),
+    ("skip_special_tokens", False), ("prompt_logprobs", 1),
     ("include_stop_str_in_output", True), ("documents", [{}]), ("web_search_options", {}),
 ]  # fmt: skip
 
@@ -128,6 +149,12 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
       ("item_reference", "function_call", "function_call_output", "reasoning", None, 5, "")],
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": "a"}, 7]}, "input.1"),
+    *[({"text": v}, "text") for v in (5, "json", [])],
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    *[({"text": {"format": v}}, "text.format") for v in (5, "json", {"type": "json_schema", "name": "x"})],
+    *[({"text": {"format": {"type": v}}}, "text.format.type") for v in (None, "xml", 5)],
+    *[({"text": {"format": {"type": "json_schema", "schema": v}}}, "text.format.schema") for v in
+      (5, "{", {"type": "objec"})],
     *[({"instructions": v}, "instructions") for v in (5, True, [], ["x"], {}, "\ud800")],
     *[({"previous_response_id": v}, "previous_response_id") for v in (5, True, [], {}, "", "x" * 129, "x" * 10**6,
       "\ud800")],
@@ -152,8 +179,7 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
 RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
     ("tools", [{"type": "web_search"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {"type": "x"}),
     ("parallel_tool_calls", False), ("max_tool_calls", 3), ("reasoning", {"effort": "high"}), ("reasoning", "high"),
-    ("text", {"format": {"type": "json_object"}}), ("text", {"format": {"type": "json_schema", "name": "x"}}),
-    ("text", {"verbosity": "low"}), ("text", 5), ("background", True), ("background", "yes"),
+    ("background", True), ("background", "yes"),
     ("conversation", "conv_1"), ("conversation", {"id": "conv_1"}), ("include", ["message.output_text.logprobs"]),
     ("truncation", "auto"),
     ("prompt", {"id": "pmpt_1"}), ("top_logprobs", 3), ("top_logprobs", 10**9), ("n", 2),
@@ -161,12 +187,13 @@ RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
     ("context_management", [{"type": "compaction"}]), ("moderation", {}), ("chat_template", "{{ 1 }}"),
     ("chat_template_kwargs", {"a": 1}), ("messages", []), ("max_tokens", 5), ("max_completion_tokens", 5),
     ("best_of", 2), ("logprobs", True), ("response_format", {"type": "json_object"}),
+    ("structured_outputs", {"regex": "a"}),
 ]  # fmt: skip
 
 RESPONSES_DEFAULTS: list[tuple[str, Any]] = [
     ("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("parallel_tool_calls", True),
     ("background", False), ("reasoning", {}), ("reasoning", {"effort": None}),
-    ("text", {"format": {"type": "text"}}), ("text", {}),
+    ("text", {"format": {"type": "text"}}), ("text", {}), ("text", {"format": {"type": "json_object"}}), ("text", None),
     ("include", []), ("truncation", "disabled"), ("top_logprobs", 0),
     ("stream_options", {"include_obfuscation": False}), ("metadata", {}), ("metadata", None),
     ("store", None), ("instructions", None), ("previous_response_id", None),

@@ -1,0 +1,359 @@
+"""PARITY S: answers that follow a grammar, over the synthetic model with a vocabulary of letters."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_actor.engine import Engine
+from engine_actor.errors import GuidanceFailed, InvalidCall, InvalidOption, RetryableStepError, UnusableGrammar
+from engine_actor.events import ErrorCode
+from engine_actor.options import EngineConfig, Guidance, GuidanceKind, SamplingParams, TurnOptions
+from engine_actor.outcomes import StepOutcome
+from engine_actor.request import FinishReason, Request
+from engine_actor.sampling.guidance import Cursor, Grammars
+from tests.support.doubles import SyntheticDecoder
+from tests.support.grammars import EOS, IDS, encode, letters, spell
+
+PROMPT = encode("say")
+
+
+class Chatty(SyntheticDecoder):
+    """Every token has a logit of its own, which depends on the whole sequence; `loud` ones are preferred."""
+
+    loud: tuple[int, ...] = ()
+
+    def row_logits(self, sequence: list[int]) -> np.ndarray:
+        seed = hash(tuple(sequence)) % 2**32
+        row = np.random.default_rng(seed).normal(size=self.manifest.vocab_size).astype(np.float32)
+        row[list(self.loud)] += 20
+        return row
+
+
+def engine_of(decoder: SyntheticDecoder | None = None, **config: Any) -> Engine:
+    config = {"num_blocks": 64, "block_size": 4, "max_batch_size": 8, "prefix_reuse": False} | config
+    return Engine(decoder or Chatty(), EngineConfig(**config), letters)
+
+
+def regex(pattern: str) -> Guidance:
+    return Guidance(GuidanceKind.REGEX, pattern)
+
+
+def begin(engine: Engine, guidance: Guidance | None, prompt: list[int] = PROMPT, **options: Any) -> Request:
+    request = engine.create_request()
+    options.setdefault("max_generated_tokens", 12)
+    request.begin_turn(prompt, TurnOptions(guidance=guidance, **options))
+    return request
+
+
+def finish(engine: Engine, max_events: int = 1000) -> None:
+    for _ in range(1000):
+        if not engine.has_pending_requests():
+            return
+        engine.run(max_events)
+        engine.check_integrity()
+    raise AssertionError("still busy")
+
+
+def answer(request: Request, prompt: list[int] = PROMPT) -> str:
+    return spell(request.tokens[len(prompt) :])
+
+
+def alone(guidance: Guidance | None, **options: Any) -> str:
+    engine = engine_of()
+    request = begin(engine, guidance, **options)
+    finish(engine)
+    return answer(request)
+
+
+@pytest.mark.parity("F283")
+def test_turns_with_different_grammars_and_without_one_run_in_one_batch() -> None:
+    """GD-04."""
+    engine = engine_of()
+    digits, words, plain = regex("[0-9]{3}"), Guidance(GuidanceKind.LARK, 'start: "yes" | "no"'), None
+    requests = [begin(engine, guidance) for guidance in (digits, words, plain)]
+    finish(engine)
+    assert re.fullmatch("[0-9]{3}", answer(requests[0]))
+    assert answer(requests[1]) in ("yes", "no")
+    assert [answer(request) for request in requests] == [alone(digits), alone(words), alone(plain)]
+    assert [request.finish_reason for request in requests[:2]] == [FinishReason.EOS, FinishReason.EOS]
+
+
+@pytest.mark.parity("F284")
+def test_a_grammar_cannot_change_under_its_turn() -> None:
+    guidance = regex("a")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        guidance.data = "b"  # type: ignore[misc]
+
+
+@pytest.mark.parity("F285")
+def test_a_letter_that_the_model_does_not_want() -> None:
+    """GD-02."""
+    decoder = Chatty()
+    decoder.loud = (IDS["z"], IDS["q"])
+    engine = engine_of(decoder)
+    request = begin(engine, regex("!a"))
+    finish(engine)
+    assert answer(request) == "!a"
+
+
+@pytest.mark.parity("F285")
+@pytest.mark.parametrize("failing_step", range(4))
+def test_a_step_that_is_rolled_back_moves_no_cursor(failing_step: int) -> None:
+    guidance = regex("(ab|12|no)+x")
+    decoder = Chatty()
+    engine = engine_of(decoder)
+    request = begin(engine, guidance)
+    for step in range(100):
+        if not engine.has_pending_requests():
+            break
+        if step == failing_step:
+            decoder.fail_next = lambda: RetryableStepError("try again")
+        engine.run(1000)
+        assert (engine.last_report.outcome is StepOutcome.RETRYABLE_BATCH_ABORT) == (step == failing_step)
+    assert answer(request) == alone(guidance)
+
+
+@pytest.mark.parity("F285")
+def test_draining_events_one_by_one_moves_no_cursor() -> None:
+    guidance = regex("(ab|12|no)+x")
+    engine = engine_of()
+    requests = [begin(engine, guidance) for _ in range(3)]
+    finish(engine, max_events=1)
+    assert [answer(request) for request in requests] == [alone(guidance)] * 3
+
+
+@pytest.mark.parity("F286")
+def test_there_is_no_option_for_forced_tokens() -> None:
+    assert {field.name for field in dataclasses.fields(Guidance)} == {"kind", "data"}
+
+
+@pytest.mark.parity("F287")
+@pytest.mark.parametrize(("kind", "data"), [("", "a"), (GuidanceKind.REGEX, "")])
+def test_type_and_data_come_together(kind: Any, data: str) -> None:
+    with pytest.raises(InvalidOption, match="guidance type and data must be provided together"):
+        Guidance(kind, data)
+
+
+@pytest.mark.parity("F288")
+def test_a_grammar_is_compiled_once_and_its_cursors_are_apart() -> None:
+    grammars = Grammars(letters, 64, frozenset({EOS}))
+    first, second = grammars.cursor(regex("ab?")), grammars.cursor(regex("ab?"))
+    assert (grammars.compiled, grammars.reused) == (1, 1)
+    start = second.allowed([]).copy()
+    assert np.flatnonzero(first.allowed([IDS["a"]])).tolist() == sorted([IDS["b"], EOS])
+    assert (second.allowed([]) == start).all()
+
+
+def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_actor.sampling.guidance.KEPT_GRAMMARS", 2)
+    grammars = Grammars(letters, 64, frozenset({EOS}))
+    for pattern in "abacab":  # a and c are kept when b comes back
+        grammars.compile(regex(pattern))
+    assert (grammars.compiled, grammars.reused) == (4, 2)
+
+
+@pytest.mark.parity("F289")
+def test_rows_without_a_grammar_and_parts_of_prompts_are_let_through() -> None:
+    long_prompt = encode("abcdefghijklmnopqrstuvwxyz" * 2)
+    engine = engine_of(max_scheduled_tokens=8, chunk_size=5)
+    guided = begin(engine, regex("[a-c]{6}"), long_prompt)
+    plain = begin(engine, None)
+    finish(engine)
+    whole = engine_of()
+    same = begin(whole, regex("[a-c]{6}"), long_prompt)
+    finish(whole)
+    assert guided.tokens == same.tokens and re.fullmatch("[a-c]{6}", answer(guided, long_prompt))
+    assert answer(plain) == alone(None)
+
+
+@pytest.mark.parity("F290")
+def test_a_mask_that_could_not_be_made_once_is_made_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Cursor.allowed
+    failures = iter([RuntimeError("no thread for it")])
+
+    def once(cursor: Cursor, tokens: list[int]) -> Any:
+        if len(tokens) == 2 and (failure := next(failures, None)) is not None:
+            raise failure
+        return made(cursor, tokens)
+
+    monkeypatch.setattr(Cursor, "allowed", once)
+    engine = engine_of()
+    request = begin(engine, regex("(ab|12|no)+x"))
+    finish(engine)
+    assert engine.metrics.retryable_aborts == 1
+    monkeypatch.undo()
+    assert answer(request) == alone(regex("(ab|12|no)+x"))
+
+
+@pytest.mark.parity("F291")
+def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GD-05, but that the turn ends instead of failing for ever: the rest of the batch would wait for it."""
+    made = Cursor.allowed
+
+    def limited(cursor: Cursor, tokens: list[int]) -> Any:
+        if len(tokens) >= 2 and tokens[0] == IDS["b"]:
+            raise GuidanceFailed("too many states")
+        return made(cursor, tokens)
+
+    monkeypatch.setattr(Cursor, "allowed", limited)
+    engine = engine_of()
+    bad, good = begin(engine, regex("b[a-z]{8}")), begin(engine, regex("c[a-z]{8}"))
+    events = []
+    while engine.has_pending_requests():
+        events += engine.run(1000)
+    ended = next(event for event in events if event.finish_reason is FinishReason.FAILED)
+    assert (ended.request_id, ended.error_code) == (bad.id, ErrorCode.GUIDANCE)
+    assert ended.message == "the answer's grammar failed: too many states"
+    assert re.fullmatch("b[a-z]", answer(bad)[:2]) and len(bad.tokens) == len(PROMPT) + 2
+    assert re.fullmatch("c[a-z]{8}", answer(good))
+
+
+def test_a_grammar_that_the_library_gives_up_on_ends_its_turn() -> None:
+    cursor = Grammars(letters, 64, frozenset({EOS})).cursor(regex("ab"))
+    for _ in range(2):
+        with pytest.raises(GuidanceFailed):
+            cursor.allowed([IDS["z"]])  # a token that its own mask did not have
+
+
+@pytest.mark.parity("F292")
+def test_a_mask_has_a_bit_for_each_column_of_the_logits() -> None:
+    cursor = Grammars(letters, 65, frozenset({EOS})).cursor(regex("(?s:.*)"))
+    assert cursor._words.shape == (3,)
+    allowed = cursor.allowed([])
+    assert allowed.shape == (65,)
+    assert not allowed[0] and allowed[EOS] and allowed[IDS["a"]]
+    assert not allowed[len(letters().tokens) :].any(), "an id without a token was let through"
+
+
+@pytest.mark.parity("F293")
+def test_a_second_turn_begins_its_grammar_anew() -> None:
+    """GD-06."""
+    engine = engine_of()
+    request = begin(engine, regex("[0-9]{4}"))
+    finish(engine)
+    begun = len(request.tokens) + len(PROMPT)
+    request.begin_turn(PROMPT, TurnOptions(8, guidance=regex("[0-9]{4}")))
+    finish(engine)
+    assert re.fullmatch("[0-9]{4}", spell(request.tokens[begun:]))
+    request.begin_turn(PROMPT, TurnOptions(8))
+    finish(engine)
+    assert request._record.guide is None
+
+
+@pytest.mark.parity("F296")
+def test_drafts_are_refused_beside_a_grammar() -> None:
+    engine = engine_of(Chatty(drafts=8))
+    request = begin(engine, regex("[a-z]+"))
+    engine.run(1000)
+    engine.run(1000)
+    with pytest.raises(InvalidCall, match="guidance"):
+        request.set_draft_tokens([IDS["a"]])
+
+
+@pytest.mark.parametrize("refused", [{"ignore_eos": True}, {"min_generated_tokens": 3}])
+def test_a_grammar_says_when_an_answer_ends(refused: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(refused))):
+        TurnOptions(8, guidance=regex("a"), **refused)
+
+
+@pytest.mark.parametrize(
+    ("guidance", "words"),
+    [
+        (regex("(a"), "unclosed group"),
+        (Guidance(GuidanceKind.JSON_SCHEMA, '{"type": "objec"}'), "objec"),
+        (Guidance(GuidanceKind.JSON_SCHEMA, "{"), "EOF"),
+        (Guidance(GuidanceKind.LARK, 'start: "a" b'), "unknown name"),
+        (Guidance(GuidanceKind.LARK, "start: <|nothing|>"), "unknown special token"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_with_the_reason_and_changes_nothing(guidance: Guidance, words: str) -> None:
+    engine = engine_of()
+    request = engine.create_request()
+    with pytest.raises(UnusableGrammar, match=words):
+        request.begin_turn(PROMPT, TurnOptions(guidance=guidance))
+    request.begin_turn(PROMPT, TurnOptions(2))
+    finish(engine)
+    assert request.turn_id == 1
+
+
+def test_an_engine_without_a_vocabulary_says_so() -> None:
+    engine = Engine(Chatty(), EngineConfig(num_blocks=8))
+    with pytest.raises(UnusableGrammar, match="no vocabulary"):
+        engine.create_request().begin_turn(PROMPT, TurnOptions(guidance=regex("a")))
+
+
+def test_a_branch_follows_the_grammar_from_its_own_beginning() -> None:
+    engine = engine_of()
+    first = begin(engine, regex("[a-f]{6}"), sampling=SamplingParams(temperature=1.0, seed=1))
+    engine.run(1000)
+    second = first.fork(len(PROMPT))
+    second.begin_turn(PROMPT[-1:], TurnOptions(12, SamplingParams(temperature=1.0, seed=2), guidance=regex("[a-f]{6}")))
+    finish(engine)
+    assert re.fullmatch("[a-f]{6}", answer(first))
+    assert re.fullmatch("[a-f]{6}", spell(second.tokens[len(PROMPT) + 1 :]))
+
+
+def test_a_preempted_turn_goes_on_in_its_grammar() -> None:
+    engine = engine_of(num_blocks=9, max_batch_size=4)
+    guidance = regex("([a-c]{2}[0-9])+!")
+    running = [begin(engine, guidance, max_generated_tokens=14) for _ in range(4)]
+    answers = []
+    while running:
+        engine.run(1000)
+        for request in [request for request in running if request.finish_reason is not None]:
+            answers.append(answer(request))
+            running.remove(request)
+            request.close()
+    assert engine.metrics.preemptions > 0
+    assert answers == [alone(guidance, max_generated_tokens=14)] * 4
+
+
+def test_a_turn_that_another_engine_had_begun_goes_on_in_its_grammar() -> None:
+    guidance, sampling = regex("([a-c]{2}[0-9])+!"), SamplingParams(temperature=1.0, seed=5)
+    engine = engine_of()
+    whole = begin(engine, guidance, sampling=sampling)
+    finish(engine)
+    said = whole.tokens[len(PROMPT) :]
+    for cut in range(len(said)):
+        other = engine_of()
+        options = {"sampling": sampling, "resumed_tokens": cut}
+        resumed = begin(other, guidance, PROMPT + said[:cut], **options)
+        finish(other)
+        assert (resumed.tokens, resumed.finish_reason) == (whole.tokens, whole.finish_reason)
+
+
+patterns = st.recursive(
+    st.sampled_from(["a", "b", "[c-f]", "ab", "yes", "no", "[0-9]", "!"]),
+    lambda parts: st.one_of(
+        st.builds("{}{}".format, parts, parts),
+        st.builds("({}|{})".format, parts, parts),
+        st.builds("({}){}".format, parts, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])),
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.tuples(patterns, st.floats(0, 2), st.integers(0, 2**64 - 1)), min_size=1, max_size=4))
+def test_every_answer_matches_its_grammar_and_is_the_one_it_would_be_alone(
+    asked: list[tuple[str, float, int]],
+) -> None:
+    engine = engine_of()
+    turns = [
+        (pattern, {"sampling": SamplingParams(temperature=temperature, seed=seed), "max_generated_tokens": 10})
+        for pattern, temperature, seed in asked
+    ]
+    requests = [begin(engine, regex(pattern), **options) for pattern, options in turns]
+    finish(engine)
+    for request, (pattern, options) in zip(requests, turns, strict=True):
+        if request.finish_reason is FinishReason.EOS:
+            assert re.fullmatch(pattern, answer(request))
+        else:
+            assert request.finish_reason is FinishReason.MAX_GENERATED_TOKENS
+        assert answer(request) == alone(regex(pattern), **options)

@@ -1,0 +1,26 @@
+"""A vocabulary of letters and a few words, for engines over the synthetic model whose answers follow grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_actor.sampling.guidance import Vocabulary
+
+PAD, EOS = 0, 1
+_TEXTS = [*"abcdefghijklmnopqrstuvwxyz0123456789!| ", "yes", "no", "ab", "12", "aa", "!a"]
+IDS = {text: 2 + i for i, text in enumerate(_TEXTS)}
+TOKENS = [b"<pad>", b"<eos>", *(text.encode() for text in _TEXTS)]
+
+
+def encode(text: str) -> list[int]:
+    """Letter by letter."""
+    return [IDS[letter] for letter in text]
+
+
+def letters() -> Vocabulary:
+    return Vocabulary(TOKENS, frozenset({PAD, EOS}), encode)
+
+
+def spell(tokens: Sequence[int]) -> str:
+    """Ids without a text, which only an unguided answer has, are a question mark."""
+    return b"".join(TOKENS[token] if token < len(TOKENS) else b"?" for token in tokens).decode()
