@@ -2,6 +2,7 @@
 
 event loop                                owner thread (the only one that touches the engine)
 stream_turn --- submit ------------->     commands, before each step
+            <-- accepted, refused ----    before the step
             <-- deltas of a step -----    one call_soon_threadsafe a round
 aclose      --- cancel ------------->     no row is spent on the turn from here on
 """

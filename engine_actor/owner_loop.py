@@ -1,8 +1,8 @@
 """The owner thread's side of an EngineActor: commands in, one engine transaction, a step's deltas out.
 
 Everything here but `post` and `stop` runs on one thread, the owner of the engine. It reaches the event loop through
-`deliver`, once a round. Whenever nothing can move it sleeps on the command condition, and wakes once a second to show
-that it lives.
+`deliver`, once a round, and before its step if commands have accepted or refused somebody. Whenever nothing can move it
+sleeps on the command condition, and wakes once a second to show that it lives.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class OwnerLoop:
                 if not self._take_commands(pause):
                     break
                 self.heartbeat.last_round = time.monotonic()
+                self._flush()  # whoever was accepted or refused hears of it before the step, which may be long
                 pause = IDLE_TICK_SECONDS if self.heartbeat.failure else self._round()
             except BaseException as failure:
                 logger.exception("the engine of %s stopped", self._replica)

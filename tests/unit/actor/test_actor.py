@@ -12,7 +12,7 @@ from engine_actor.actor import EngineActor
 from engine_actor.errors import EngineUnhealthy, RetryableStepError
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
-from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnTokens
+from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnRefused, TurnTokens
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 
@@ -126,6 +126,27 @@ async def test_a_waiting_turn_of_a_session_can_be_cancelled(actor: EngineActor) 
     waiting.cancel()
     assert (await first).tokens == answer_of([5, 9, 13], 60)
     assert (await ask(actor, turn([7, 8], 3, "s"))).tokens == answer_of([7, 8], 3)
+
+
+async def test_whoever_is_accepted_or_refused_hears_of_it_before_the_step(decoder: SyntheticDecoder) -> None:
+    commands, step = threading.Event(), threading.Event()
+    choose, decoder.choose = decoder.choose, lambda sequence: (step.wait(20), choose(sequence))[1]
+    actor = await start_actor(decoder, max_turns_per_session=1)
+    assert actor._owner is not None
+    actor._owner.post(lambda: commands.wait(20) and None)  # so that the turns come to the same round
+    turns = [actor.stream_turn(turn([5, 9, i], 3, session)) for i, session in ((11, "s"), (12, "s"), (13, None))]
+    first = [asyncio.ensure_future(anext(deltas)) for deltas in turns]
+    await asyncio.sleep(0)
+    commands.set()
+    async with asyncio.timeout(10):
+        accepted, refused, anonymous = await asyncio.gather(*first)
+    assert isinstance(accepted, TurnAccepted) and isinstance(anonymous, TurnAccepted)
+    assert isinstance(refused, TurnRefused) and refused.code is RefusalCode.SESSION_BUSY
+    step.set()
+    for i, deltas in ((11, turns[0]), (13, turns[2])):
+        tokens = [token async for delta in deltas if isinstance(delta, TurnTokens) for token in delta.token_ids]
+        assert tokens == answer_of([5, 9, i], 3)
+    await actor.stop()
 
 
 async def test_queues_are_bounded(decoder: SyntheticDecoder) -> None:
