@@ -26,9 +26,11 @@ from engine_actor.heartbeat import Snapshot
 from engine_actor.mailbox import Mailbox
 from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
 from engine_actor.memory.window_ring import ring_blocks
+from engine_actor.open_turns import Delivery, Turn
 from engine_actor.options import EngineConfig
 from engine_actor.outcomes import StepReport
-from engine_actor.owner_loop import Delivery, OwnerLimits, OwnerLoop, Turn
+from engine_actor.owner_loop import OwnerLoop
+from engine_actor.place_times import LEAST_SECONDS
 from engine_actor.sampling.guidance import Vocabulary
 from engine_actor.sessions import Detokenize, SessionTable
 from engine_actor.step_bound import StepBound
@@ -43,6 +45,7 @@ from engine_actor.turns import (
     TurnRequest,
     session_key,
 )
+from engine_actor.waiting_room import TurnLimits
 
 logger = logging.getLogger("moorage.engine")
 
@@ -161,7 +164,7 @@ class EngineActor:
         sessions = SessionTable(
             engine, self.replica, options.max_sessions, options.session_ttl_seconds, self._detokenize
         )
-        limits = OwnerLimits(options.max_queued_turns, options.max_turns_per_session)
+        limits = TurnLimits(options.running_limit, options.queue_limit, options.max_turns_per_session)
         owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
         return owner, StartReport(options.model, options.dtype, pool, context, seconds)
@@ -198,7 +201,7 @@ class EngineActor:
                 yield TurnRefused(RefusalCode.INVALID, str(error))
                 return
         if not self._accepting or owner is None or not owner.post(lambda: owner.submit(turn)):
-            yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=1.0)
+            yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=LEAST_SECONDS)
             return
         self._count_open(1)
         try:
@@ -253,15 +256,7 @@ class EngineActor:
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start, and the memory and requests of this moment."""
-        stats = await self._on_owner(
-            lambda loop: {
-                **loop.engine.stats(),
-                **loop.sessions.evictions,
-                "blocks_active": loop.engine.active_blocks(),
-                "sessions": len(loop.sessions.resident_keys()),
-                "waiting_turns": loop.sessions.waiting_turns(),
-            }
-        )
+        stats = await self._on_owner(OwnerLoop.stats)
         return {name: float(value) for name, value in stats.items()}
 
     def routing_stats(self) -> dict[str, object]:

@@ -20,7 +20,8 @@ class ActorOptions:
     max_batch_size        rows in one step
     max_sessions          resident conversations, running or dormant
     session_ttl_seconds   a conversation idle for longer is dropped from memory; 0: never
-    max_queued_turns      turns that wait for the engine; more are refused with QUEUE_FULL
+    max_running_sequences choices of all turns that run at a time; None: max_batch_size, so that all are in every step
+    max_queued_turns      turns that wait; more are refused with QUEUE_FULL. None: three for each of those that run
     max_turns_per_session turns of one session, the running one included; more are refused with SESSION_BUSY
     max_step_seconds      a step that takes longer means that the engine hangs: the health check fails. Once its pace is
                           known, less does (`StepBound`)
@@ -40,7 +41,8 @@ class ActorOptions:
     chunk_size: int = 0
     max_sessions: int = 256
     session_ttl_seconds: float = 3600.0
-    max_queued_turns: int = 256
+    max_running_sequences: int | None = None
+    max_queued_turns: int | None = None
     max_turns_per_session: int = 8
     max_step_seconds: float = 300.0
     threads: int = 0
@@ -55,6 +57,17 @@ class ActorOptions:
         require_number("kv_memory", self.kv_memory, 1e-6, 2.0**50)
         require_number("max_step_seconds", self.max_step_seconds, 1.0, 1e6)
         require_number("session_ttl_seconds", self.session_ttl_seconds, 0.0, 1e9)
-        for name in ("max_sessions", "max_queued_turns", "max_turns_per_session"):
+        for name in ("max_sessions", "max_turns_per_session"):
             require_integer(name, getattr(self, name), 1)
+        for name in ("max_running_sequences", "max_queued_turns"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), 1)
         require_integer("threads", self.threads, 0, 1024)
+
+    @property
+    def running_limit(self) -> int:
+        return self.max_batch_size if self.max_running_sequences is None else self.max_running_sequences
+
+    @property
+    def queue_limit(self) -> int:
+        return 3 * self.running_limit if self.max_queued_turns is None else self.max_queued_turns

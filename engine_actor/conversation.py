@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from engine_actor.options import TurnOptions
 from engine_actor.request import Request
 from engine_actor.turns import TurnRequest
+
+if TYPE_CHECKING:
+    from engine_actor.open_turns import Turn
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one turn have different seeds, however many they are
 
@@ -25,8 +29,8 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """`request` is None once its memory was evicted; `tokens` then keeps the sequence. `waiting` holds the turns that
-    follow the running one; they are the owner loop's."""
+    """`request` is None once its memory was evicted; `tokens` then keeps the sequence. `waiting` holds its turns that
+    have not begun, in order; they are in the owner loop's queue."""
 
     key: str
     owner: str
@@ -36,13 +40,22 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     running: bool = False
-    waiting: deque[object] = field(default_factory=deque)
+    waiting: deque[Turn] = field(default_factory=deque)
+
+    @property
+    def open_turns(self) -> int:
+        return self.running + len(self.waiting)
 
     @property
     def dormant(self) -> bool:
-        """Something of it is known, and no turn is using it."""
+        """Something of it is known, and no turn is using it or about to."""
         length = len(self.tokens) if self.request is None else self.request.current_length
-        return length > 0 and not self.running and not self.waiting
+        return length > 0 and not self.open_turns
+
+    def line_up(self, turn: Turn) -> None:
+        """Behind its other turns, but for one that another replica had begun: that was before them."""
+        ahead = sum(other.resumed for other in self.waiting) if turn.resumed else len(self.waiting)
+        self.waiting.insert(ahead, turn)
 
     def sequence(self) -> list[int]:
         return self.request.tokens if self.request is not None else self.tokens

@@ -12,26 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from engine_actor.conversation import Conversation
 from engine_actor.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.heartbeat import SNAPSHOT_SECONDS, Heartbeat, Snapshot
+from engine_actor.open_turns import Choice, Delivery, Turn
 from engine_actor.outcomes import StepOutcome, StepReport
 from engine_actor.request import FinishReason
-from engine_actor.sessions import BegunTurn, SessionTable
-from engine_actor.turns import (
-    EndReason,
-    RefusalCode,
-    TurnAccepted,
-    TurnDelta,
-    TurnEnded,
-    TurnRefused,
-    TurnRequest,
-    TurnTokens,
-)
+from engine_actor.sessions import SessionTable
+from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.waiting_room import TurnLimits, WaitingRoom
 
 logger = logging.getLogger("moorage.engine")
 
@@ -44,61 +35,25 @@ _STOP = (FinishReason.EOS, FinishReason.STOP_SEQUENCE)
 _ROLLED_BACK = (StepOutcome.RETRYABLE_BATCH_ABORT, StepOutcome.EXECUTION_CAPACITY_EXCEEDED)
 
 
-@dataclass(eq=False, slots=True)
-class Turn:
-    """One call of `stream_turn`, from the owner's side. `receive` takes its deltas on the event loop. `choices` are
-    those that run; before the turn is accepted, and after it is over, there are none."""
-
-    request: TurnRequest
-    receive: Callable[[list[TurnDelta | None]], None]
-    conversation: Conversation | None = None
-    choices: list[Choice] = field(default_factory=list)
-    over: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Choice:
-    """One answer of a turn. The first one computes the prompt; the others branch off when it is done."""
-
-    turn: Turn
-    index: int
-    begun: BegunTurn
-    branched: bool
-
-    @property
-    def stays(self) -> bool:
-        """Its request stays resident for the next turn of a session."""
-        return self.index == 0 and self.turn.conversation is not None
-
-
-Delivery = list[tuple[Turn, list[TurnDelta | None]]]
-"""Deltas by turn; None is what follows the last one."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerLimits:
-    max_queued_turns: int
-    max_turns_per_session: int
-    retry_after: float = 1.0
-
-
 class OwnerLoop:
     def __init__(
         self,
         engine: Engine,
         sessions: SessionTable,
         replica: str,
-        limits: OwnerLimits,
+        limits: TurnLimits,
         deliver: Callable[[Delivery], None],
         on_step: Callable[[StepReport], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.sessions = sessions
+        self.waiting = WaitingRoom(limits)
         self.heartbeat = Heartbeat()
         self._replica = replica
-        self._limits = limits
         self._deliver = deliver
         self._on_step = on_step
+        self._clock = clock
         self._commands: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._stopping = False
@@ -134,7 +89,6 @@ class OwnerLoop:
                 if not self._take_commands(pause):
                     break
                 self.heartbeat.last_round = time.monotonic()
-                self._flush()  # whoever was accepted or refused hears of it before the step, which may be long
                 pause = IDLE_TICK_SECONDS if self.heartbeat.failure else self._round()
             except BaseException as failure:
                 logger.exception("the engine of %s stopped", self._replica)
@@ -157,6 +111,8 @@ class OwnerLoop:
     def _round(self) -> float:
         """One transaction, if there is work. Returns how long to sleep before the next one, unless a command comes."""
         self._raise_if_stopped()
+        self._begin_waiting()
+        self._flush()  # whoever was accepted or refused hears of it before the step, which may be long
         if not self.engine.has_pending_requests():
             self.sessions.expire()
             return IDLE_TICK_SECONDS
@@ -197,7 +153,7 @@ class OwnerLoop:
         beat.snapshot = Snapshot(
             tuple(self.sessions.resident_keys()),
             stats["running"],
-            stats["waiting"] + self.sessions.waiting_turns(),
+            stats["waiting"] + len(self.waiting.queue),
             self.engine.available_blocks,
         )
         beat.snapshot_taken = beat.last_round
@@ -205,24 +161,17 @@ class OwnerLoop:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def submit(self, turn: Turn) -> None:
-        """Begins a turn, or lets it wait for the earlier turns of its session, or refuses it."""
+        """Begins a turn, or lets it wait for a place or for the earlier turns of its session, or refuses it."""
         if self.heartbeat.failure is not None:
             self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {self.heartbeat.failure}")
             return
-        resumed = turn.request.resumed_tokens is not None  # accepted once: no limit of a queue may end it
-        waiting = self.engine.stats()["waiting"] + self.sessions.waiting_turns()
-        if waiting >= self._limits.max_queued_turns and not resumed:
-            self._refuse(turn, RefusalCode.QUEUE_FULL, f"{waiting} turns are waiting already")
+        self._begin_waiting()  # a command before this one may have made room
+        of_session = self.sessions.open_turns(turn.request)
+        if (refusal := self.waiting.refusal(turn, self._places_taken(), of_session)) is not None:
+            self._refuse(turn, *refusal)
             return
-        conversation = turn.conversation = self.sessions.open(turn.request)
-        if conversation is not None and conversation.running:
-            if len(conversation.waiting) + 1 >= self._limits.max_turns_per_session and not resumed:
-                text = f"{len(conversation.waiting) + 1} turns of this session run or wait already"
-                self._refuse(turn, RefusalCode.SESSION_BUSY, text)
-            else:
-                conversation.waiting.append(turn)
-            return
-        self._begin(turn)
+        self.waiting.enter(turn, self.sessions.open(turn.request))
+        self._begin_waiting()
 
     def cancel(self, turn: Turn) -> None:
         """The caller has gone: no further row is spent on the turn. Committed tokens of a session stay."""
@@ -230,8 +179,9 @@ class OwnerLoop:
             return
         turn.over = True
         if not turn.choices:
-            assert turn.conversation is not None
-            turn.conversation.waiting.remove(turn)
+            self.waiting.leave(turn)
+            if turn.conversation is not None:
+                self.sessions.forget_if_empty(turn.conversation)
         for choice in list(turn.choices):
             if choice.stays:
                 # Its terminal event is drained in the next round, which then starts the next turn of the session.
@@ -240,7 +190,8 @@ class OwnerLoop:
                 self._drop(choice)
 
     def close_session(self, key: str) -> bool:
-        """Drops a session. Its running turn ends as failed; turns that wait start anew, without its history."""
+        """Drops a session. Its running turn ends as failed; turns that wait start anew, without its history, and keep
+        their places."""
         conversation = self.sessions.close(key)
         if conversation is None:
             return False
@@ -248,11 +199,31 @@ class OwnerLoop:
             for choice in list(turn.choices):
                 self._end(choice, EndReason.FAILED, 0, "the session was deleted")
         for waiting in conversation.waiting:
-            assert isinstance(waiting, Turn)
-            self.submit(waiting)
+            self.waiting.follow(waiting, self.sessions.open(waiting.request))
         return True
 
+    def stats(self) -> dict[str, int]:
+        """Of the engine, its sessions and the turns that wait for it."""
+        engine = self.engine.stats()
+        return {
+            **engine,
+            **self.sessions.evictions,
+            "tokens_due": engine["tokens_due"] + sum(turn.tokens_due for turn in self.waiting.queue),
+            "blocks_active": self.engine.active_blocks(),
+            "sessions": len(self.sessions.resident_keys()),
+            "waiting_turns": len(self.waiting.queue),
+            "waiting_sequences": self.waiting.queue.sequences,
+        }
+
     # -- turns --------------------------------------------------------------------------------------------------------
+
+    def _begin_waiting(self) -> None:
+        """In their order, while there are places."""
+        while (turn := self.waiting.next(self._places_taken())) is not None:
+            self._begin(turn)
+
+    def _places_taken(self) -> int:
+        return sum(choice.places for choice in self._running.values())
 
     def _begin(self, turn: Turn) -> None:
         try:
@@ -264,20 +235,17 @@ class OwnerLoop:
             self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {error}")
         except EngineError as error:
             self._refuse(turn, RefusalCode.INVALID, str(error))
+        except BaseException as error:  # ours, and the end of this engine: its caller must hear of it, too
+            self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {error}")
+            raise
         else:
+            turn.begun_at = self._clock()
             self._run_choice(Choice(turn, 0, begun, branched=turn.request.choices == 1))
             accepted = TurnAccepted(self._replica, begun.prompt_tokens, begun.cached_tokens, begun.own_tokens)
             self._send(turn, accepted)
             return
         if turn.conversation is not None:
             self.sessions.forget_if_empty(turn.conversation)
-            self._begin_next(turn.conversation)
-
-    def _begin_next(self, conversation: Conversation) -> None:
-        if conversation.waiting:
-            turn = conversation.waiting.popleft()
-            assert isinstance(turn, Turn)
-            self._begin(turn)
 
     def _run_choice(self, choice: Choice) -> None:
         choice.turn.choices.append(choice)
@@ -325,7 +293,6 @@ class OwnerLoop:
         if choice.stays:
             assert conversation is not None
             self.sessions.ended(conversation)
-            self._begin_next(conversation)
 
     def _end(
         self,
@@ -348,21 +315,20 @@ class OwnerLoop:
     def _drop(self, choice: Choice) -> None:
         choice.turn.choices.remove(choice)
         del self._running[choice.begun.request.id]
+        self.waiting.note_place(self._clock() - choice.turn.begun_at)
         if not choice.stays:
             choice.begun.request.close()
 
     def _refuse(self, turn: Turn, code: RefusalCode, message: str, prompt_tokens: int = 0, limit: int = 0) -> None:
-        temporary = code not in (RefusalCode.CONTEXT_LENGTH, RefusalCode.INVALID)
-        retry_after = self._limits.retry_after if temporary else 0.0
-        self._send(turn, TurnRefused(code, message, prompt_tokens, limit, retry_after))
+        self._send(turn, TurnRefused(code, message, prompt_tokens, limit, self.waiting.retry_after(code)))
         self._close(turn)
 
     def _end_all(self, message: str) -> None:
         for choice in list(self._running.values()):
             self._end(choice, EndReason.FAILED, 0, message, resumable=True)
-        for waiting in self.sessions.take_waiting():
-            assert isinstance(waiting, Turn)
-            self._refuse(waiting, RefusalCode.UNAVAILABLE, message)
+        for turn in list(self.waiting.queue):
+            self.waiting.leave(turn)
+            self._refuse(turn, RefusalCode.UNAVAILABLE, message)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 

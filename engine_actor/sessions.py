@@ -74,9 +74,9 @@ class SessionTable:
         key = session_key(turn.owner, turn.session_id)
         conversation = self._conversations.get(key)
         if conversation is None:
+            self._forget_surplus(new=1)  # first, since all the others may be in use, and it is not yet
             conversation = Conversation(key, turn.owner, turn.session_id, self._clock())
             self._conversations[key] = conversation
-            self._forget_surplus()
         self._conversations.move_to_end(key)
         conversation.last_used = self._clock()
         return conversation
@@ -152,7 +152,7 @@ class SessionTable:
         source = self._conversations.get(session_key(owner, session_id))
         if source is None or not source.sequence():
             return ForkOutcome.UNKNOWN
-        if source.running or source.waiting:
+        if source.open_turns:
             return ForkOutcome.RUNNING
         key = session_key(owner, new_session_id)
         if key in self._conversations:
@@ -257,7 +257,7 @@ class SessionTable:
         blocks = max((deferral.missing_blocks for deferral in deferrals), default=0)
         slots = max((deferral.missing_slots for deferral in deferrals), default=0)
         evicted = 0
-        for conversation in self._dormant():
+        for conversation in self._evictable():
             if blocks <= 0 and slots <= 0:
                 break
             before = self._engine.available_blocks
@@ -273,7 +273,7 @@ class SessionTable:
         if not self._ttl:
             return 0
         horizon = self._clock() - self._ttl
-        expired = [c for c in self._conversations.values() if c.last_used < horizon and not c.running and not c.waiting]
+        expired = [c for c in self._conversations.values() if c.last_used < horizon and not c.open_turns]
         for conversation in expired:
             self.evictions["expired"] += conversation.request is not None
             self._drop(conversation)
@@ -291,31 +291,26 @@ class SessionTable:
         if conversation.request is None and not conversation.tokens and not conversation.waiting:
             self._drop(conversation)
 
-    def take_waiting(self) -> list[object]:
-        """All turns that wait for an earlier one, removed from their conversations."""
-        turns = [turn for conversation in self._conversations.values() for turn in conversation.waiting]
-        for conversation in self._conversations.values():
-            conversation.waiting.clear()
-        return turns
-
-    def _dormant(self) -> list[Conversation]:
-        return [c for c in self._conversations.values() if c.request is not None and not c.running]
+    def _evictable(self) -> list[Conversation]:
+        """Oldest first, and last of all those of which a turn waits: it would have to compute them again at once."""
+        idle = [c for c in self._conversations.values() if c.request is not None and not c.running]
+        return sorted(idle, key=lambda c: len(c.waiting) > 0)
 
     def _make_place(self) -> None:
         resident = sum(c.request is not None for c in self._conversations.values())
-        for conversation in self._dormant():
+        for conversation in self._evictable():
             if resident < self._max_sessions:
                 return
             self._evict(conversation)
             self.evictions["evicted_for_places"] += 1
             resident -= 1
 
-    def _forget_surplus(self) -> None:
-        limit = REMEMBERED_PER_SESSION * self._max_sessions
+    def _forget_surplus(self, new: int = 0) -> None:
+        limit = REMEMBERED_PER_SESSION * self._max_sessions - new
         for conversation in list(self._conversations.values()):
             if len(self._conversations) <= limit:
                 return
-            if not conversation.running and not conversation.waiting:
+            if not conversation.open_turns:
                 self._drop(conversation)
 
     def _evict(self, conversation: Conversation) -> None:
@@ -332,8 +327,12 @@ class SessionTable:
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
-    def waiting_turns(self) -> int:
-        return sum(len(conversation.waiting) for conversation in self._conversations.values())
+    def open_turns(self, turn: TurnRequest) -> int:
+        """Turns of the same session that run or wait; 0 for an anonymous one."""
+        if turn.session_id is None:
+            return 0
+        conversation = self._conversations.get(session_key(turn.owner, turn.session_id))
+        return 0 if conversation is None else conversation.open_turns
 
     def resident_keys(self) -> list[str]:
         return [c.key for c in self._conversations.values() if c.request is not None]

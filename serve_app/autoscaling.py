@@ -2,7 +2,7 @@
 
 An engine's *pressure* is the largest of three shares, and may exceed 1:
 
-    rows      turns that run or wait, of the rows of a batch
+    rows      answers that run or wait, of the rows of a batch
     blocks    blocks of the KV pool that running turns hold; those of dormant conversations are only a cache
     prompts   prompt tokens that wait to be computed, of those that PROMPT_STEPS steps can take
 
@@ -24,9 +24,9 @@ _SLACK = 0.05
 
 def pressure(stats: Mapping[str, float], *, max_batch_size: int, max_scheduled_tokens: int) -> float:
     """Of one engine, from the stats of its EngineActor."""
-    turns = stats["running"] + stats["waiting"] + stats["waiting_turns"]
+    sequences = stats["running"] + stats["waiting"] + stats["waiting_sequences"]
     return max(
-        turns / max_batch_size,
+        sequences / max_batch_size,
         stats["blocks_active"] / stats["blocks_usable"],
         stats["tokens_due"] / (PROMPT_STEPS * max_scheduled_tokens),
     )

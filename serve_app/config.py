@@ -129,11 +129,19 @@ class AppArgs(BaseModel):
     session_ttl_seconds: float = Field(
         3600.0, ge=0, le=1e9, description="A conversation idle for longer leaves the cache. 0: never."
     )
-    max_queued_turns: int = Field(
-        256,
+    max_running_sequences: int | None = Field(
+        None,
         ge=1,
-        description="Turns that wait at a replica for memory; beyond it clients get 429 with Retry-After. More turns "
-        "than max_batch_size that fit the pool do not wait: they take turns in the batch.",
+        le=65_536,
+        description="Answers that a replica computes at a time; later turns wait in order of arrival. Default: "
+        "max_batch_size, so that each running answer is in every step. More begin sooner, and all are slower.",
+    )
+    max_queued_turns: int | None = Field(
+        None,
+        ge=1,
+        le=10**6,
+        description="Turns that wait at a replica; beyond it clients get 429 with Retry-After. Default: three for each "
+        "running answer, so that none waits much longer than three answers take.",
     )
     max_turns_per_session: int = Field(
         8, ge=1, description="Turns of one session, the running one included; beyond it clients get 429."
@@ -337,6 +345,7 @@ class AppArgs(BaseModel):
             chunk_size=self.chunk_size,
             max_sessions=self.max_sessions,
             session_ttl_seconds=self.session_ttl_seconds,
+            max_running_sequences=self.max_running_sequences,
             max_queued_turns=self.max_queued_turns,
             max_turns_per_session=self.max_turns_per_session,
             max_step_seconds=self.max_step_seconds,

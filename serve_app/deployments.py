@@ -172,6 +172,7 @@ class EngineDeployment:
             "longest_sequence": self._actor.context_length,
             "limited_by_pool": pool.limited_by_pool,
             "max_batch_size": self._options.max_batch_size,
+            "max_running_sequences": self._options.running_limit,
             "start_seconds": self._start_seconds,
         }
 

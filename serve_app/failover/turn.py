@@ -75,7 +75,7 @@ class FailoverTurn:
         self._reached_at = 0.0
         self._avoid: list[str] = []
         self._replica: str | None = None  # that has the turn now
-        self._refusals = 0
+        self._refusals: list[TurnRefused] = []
         self._losses = 0
         self._losses_at_this_token = 0
         self._delivered_at_last_loss = 0
@@ -145,9 +145,9 @@ class FailoverTurn:
         if self._progress.accepted is None or now > self._reached_at + _AT_ONCE_SECONDS:
             self._start_clock()
         if self._progress.accepted is None:
-            self._refusals += 1
-            if self._refusals == REFUSALS:
-                return self._give_up(refusal)
+            self._refusals.append(refusal)
+            if len(self._refusals) == REFUSALS:
+                return self._give_up(_soonest(self._refusals))
             self._note("is tried elsewhere", "refused")
             return []
         if refusal.code is RefusalCode.CONTEXT_LENGTH and (ends := self._progress.missing_end(refusal)):
@@ -198,6 +198,12 @@ class FailoverTurn:
         reached, accepted = self._reached_at - self._lost_at, now - self._lost_at
         text = "turn %s goes on at replica %s, which it reached after %.2f s and which accepted it after %.2f s"
         logger.info(text, self._id, self._replica, reached, accepted)
+
+
+def _soonest(refusals: list[TurnRefused]) -> TurnRefused:
+    """The one whose replica will have room first: a full queue says when, one that is being stopped does not."""
+    full = [refusal for refusal in refusals if refusal.code is RefusalCode.QUEUE_FULL]
+    return min(full or refusals, key=lambda refusal: refusal.retry_after)
 
 
 def _unavailable(message: str) -> TurnRefused:

@@ -161,7 +161,7 @@ async def _engines(args: AppArgs, deployment: str | None) -> AsyncIterator[tuple
 
         with step(f"{args.model_name()} on {args.replicas} engine{'s' if args.replicas > 1 else ''}") as progress:
             pool = await start_pool(args, lambda started: progress.note(f"({started}/{args.replicas} ready)"))
-        yield pool, args.replicas * args.max_batch_size
+        yield pool, args.replicas * (args.max_running_sequences or args.max_batch_size)
         return
     from serve_app.handle_client import HandleEngineClient
 
@@ -194,4 +194,4 @@ async def _running_engines(args: AppArgs, deployment: str) -> tuple[Any, int]:
     if first["model_name"] != args.model_name():
         raise StartFailed(f"--deployment {deployment}: it serves {first['model_name']}, not {args.model_name()}")
     facts = await handle.broadcast("describe").results_async(timeout_s=_DESCRIBE_SECONDS)
-    return handle, sum(fact["max_batch_size"] for fact in facts)
+    return handle, sum(fact["max_running_sequences"] for fact in facts)

@@ -134,12 +134,12 @@ async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
     """`args.replicas` engines, loaded; `told` is called with how many are. Raises StartFailed."""
     cores = os.cpu_count() or 1
     resources = args.engine_resources(cores, ray.cluster_resources().get("GPU", 0.0))
+    options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
     actor = ray.remote(BatchEngine).options(
         **resources,
         max_restarts=_RESTARTS,
-        max_concurrency=args.max_queued_turns + args.max_batch_size,
+        max_concurrency=options.queue_limit + options.running_limit,
     )
-    options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
     engines: list[Any] = [actor.remote(options) for _ in range(args.replicas)]
     waiting = {asyncio.ensure_future(engine.start.remote()) for engine in engines}
     limits: list[int] = []

@@ -61,7 +61,7 @@ def _histogram(name: str, description: str, boundaries: tuple[float, ...]) -> Me
 
 
 RUNNING = _gauge("vllm_num_requests_running", "Requests that the engine computes now.")
-WAITING = _gauge("vllm_num_requests_waiting", "Requests that wait for the engine, or for an earlier turn of theirs.")
+WAITING = _gauge("vllm_num_requests_waiting", "Requests that wait for a place, for memory, or for an earlier turn.")
 KV_USAGE = _gauge("vllm_kv_cache_usage_perc", "Share (0 to 1) of the KV cache that running requests hold.")
 PREEMPTIONS = _counter("vllm_num_preemptions", "Running requests that gave their memory to another one.")
 PROMPT_TOKENS = _counter("vllm_prompt_tokens", "Prompt tokens of accepted turns, cached ones included.")

@@ -14,7 +14,7 @@ from serve_app.config import AppArgs
 IDLE = {
     "running": 0.0,
     "waiting": 0.0,
-    "waiting_turns": 0.0,
+    "waiting_sequences": 0.0,
     "blocks_active": 0.0,
     "blocks_usable": 100.0,
     "tokens_due": 0.0,
@@ -26,7 +26,7 @@ IDLE = {
     [
         ({}, 0.0),
         ({"running": 4.0}, 0.5),
-        ({"running": 4.0, "waiting": 2.0, "waiting_turns": 6.0}, 1.5),
+        ({"running": 4.0, "waiting": 2.0, "waiting_sequences": 6.0}, 1.5),
         ({"running": 1.0, "blocks_active": 90.0}, 0.9),
         ({"running": 1.0, "tokens_due": 800.0}, 2.0),
     ],

@@ -45,6 +45,8 @@ def test_nothing_in_the_engine_imports_ray() -> None:
         "engine_actor.memory.cache_manager",
         "engine_actor.memory.sizing",
         "engine_actor.sessions",
+        "engine_actor.turn_queue",
+        "engine_actor.waiting_room",
         "engine_actor.engine",
         "engine_actor.turns",
     ],

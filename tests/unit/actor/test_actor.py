@@ -149,6 +149,24 @@ async def test_whoever_is_accepted_or_refused_hears_of_it_before_the_step(decode
     await actor.stop()
 
 
+async def test_whoever_waits_or_asks_again_each_answer_equals_its_solo_run(decoder: SyntheticDecoder) -> None:
+    actor = await start_actor(decoder, max_batch_size=4, max_queued_turns=4)
+    prompts = [[3 + i, 9, 13 + i] for i in range(40)]
+    refusals = 0
+
+    async def insist(prompt: list[int]) -> list[int]:
+        nonlocal refusals
+        while (answer := await ask(actor, turn(prompt, 12))).refused is not None:
+            refusals += 1
+            await asyncio.sleep(0.001)
+        return answer.tokens
+
+    answers = await asyncio.gather(*[insist(prompt) for prompt in prompts])
+    assert answers == [answer_of(prompt, 12) for prompt in prompts] and refusals
+    await actor.check_integrity()
+    await actor.stop()
+
+
 async def test_queues_are_bounded(decoder: SyntheticDecoder) -> None:
     gate = threading.Event()
     choose, decoder.choose = decoder.choose, lambda sequence: (gate.wait(20), choose(sequence))[1]

@@ -12,6 +12,7 @@ import pytest
 from engine_actor.turns import HistorySpan
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
+from tests.unit.actor.stepped import staged
 
 
 def detokenize(ids: Sequence[int]) -> str:
@@ -36,16 +37,14 @@ async def test_a_conversation_goes_on_elsewhere_with_its_own_tokens() -> None:
 
 
 async def test_all_that_is_dormant_moves_the_last_used_first_and_nothing_that_runs() -> None:
-    actor = await start_actor(SyntheticDecoder(vocab=1000), blocks=12, max_model_len=40)
-    for name in "abcd":  # the pool holds two of them: the others are remembered
-        await ask(actor, turn([ord(name), *range(20)], 4, name))
-    assert len(await actor.sessions()) < 4
-    running = actor.stream_turn(turn([7, 8], 30, "busy"))
-    await anext(running)
-    assert [moved.session_id for moved in await actor.dormant_sessions()] == ["d", "c", "b", "a"]
-    assert {len(moved.tokens) for moved in await actor.dormant_sessions()} == {25}
-    await running.aclose()
-    await actor.stop()
+    async with staged(blocks=12, max_model_len=40) as stage:
+        for name in "abcd":  # the pool holds two of them: the others are remembered
+            await stage.during(ask(stage.actor, turn([ord(name), *range(20)], 4, name)))
+        assert len(await stage.during(stage.actor.sessions())) < 4
+        await stage.ask(turn([7, 8], 30, "busy"))
+        dormant = await stage.during(stage.actor.dormant_sessions())
+        assert [moved.session_id for moved in dormant] == ["d", "c", "b", "a"]
+        assert {len(moved.tokens) for moved in dormant} == {25}
 
 
 async def test_a_conversation_that_comes_back_takes_the_place_of_what_it_left_behind() -> None:
@@ -152,13 +151,13 @@ async def test_where_the_cache_cannot_stay_the_tokens_do() -> None:
 
 
 async def test_only_what_is_dormant_is_taken_along() -> None:
-    actor = await start_actor(SyntheticDecoder(vocab=1000, eos=5000), 200)
-    assert await actor.take_along("public", "s", LARGE) is None
-    running = actor.stream_turn(turn([7, 8], 700, "s"))
-    await anext(running)
-    assert await actor.take_along("public", "s", LARGE) is None
-    await running.aclose()
-    await actor.stop()
+    async with staged() as stage:
+        assert await stage.during(stage.actor.take_along("public", "s", LARGE)) is None
+        [running] = await stage.ask(turn([7, 8], 30, "s"))
+        assert await stage.during(stage.actor.take_along("public", "s", LARGE)) is None
+        await stage.end(7)
+        assert running.task.done()
+        assert await stage.during(stage.actor.take_along("public", "s", LARGE)) is not None
 
 
 async def test_what_moved_is_as_old_as_it_was() -> None:

@@ -222,6 +222,15 @@ async def test_a_refusal_is_tried_elsewhere_a_bounded_number_of_times(code: Refu
     assert len(replicas.calls) == REFUSALS
 
 
+async def test_of_several_refusals_the_caller_hears_that_of_the_replica_that_will_have_room_first() -> None:
+    full = [TurnRefused(RefusalCode.QUEUE_FULL, "full", retry_after=seconds) for seconds in (9.0, 4.0, 7.0)]
+    assert await told(Replicas(*(Script(instead=[refused]) for refused in full))) == [full[1]]
+    stopping = TurnRefused(RefusalCode.UNAVAILABLE, "stopping", retry_after=1.0)
+    for refusals in ([full[0], stopping, full[2]], [stopping, full[2], stopping]):
+        assert await told(Replicas(*(Script(instead=[refused]) for refused in refusals))) == [full[2]]
+    assert await told(Replicas(*[Script(instead=[stopping])] * 3)) == [stopping]
+
+
 @pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.CONTEXT_LENGTH, RefusalCode.SESSION_BUSY])
 async def test_a_refusal_that_holds_everywhere_is_the_answer(code: RefusalCode) -> None:
     refused = TurnRefused(code, "no")
