@@ -193,10 +193,12 @@ class GuidanceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """The grammar that an answer follows: its text, and what that is written in."""
+    """The grammar that an answer follows: its text, and what that is written in. `trigger`: until the answer has this
+    text any token may come, which the grammar must allow; so most steps of such an answer need no mask."""
 
     kind: GuidanceKind
     data: str
+    trigger: str = ""
 
     def __post_init__(self) -> None:
         if not self.kind or not self.data:

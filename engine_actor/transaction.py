@@ -204,7 +204,7 @@ class StepTransaction:
         banned = record.end_tokens if too_short else frozenset()
         return RowContext(tokens, generated, banned, allowed)
 
-    def _allowed(self, record: RequestRecord, answer: list[int]) -> NDArray[np.bool_]:
+    def _allowed(self, record: RequestRecord, answer: list[int]) -> NDArray[np.bool_] | None:
         """What the row's grammar lets follow. Where it fails nothing may, so that this row ends alone."""
         assert record.guide is not None
         try:

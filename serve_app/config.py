@@ -169,6 +169,7 @@ class AppArgs(BaseModel):
     max_stop_length: int = Field(512, ge=1, description="Longest stop string, in characters.")
     max_stop_token_ids: int = Field(256, ge=1, description="Most stop tokens of a request.")
     max_logit_biases: int = Field(1024, ge=1, description="Most entries of logit_bias.")
+    max_tools: int = Field(128, ge=1, description="Most tools of a request.")
     max_grammar_bytes: int = Field(
         256 * 2**10, ge=1, description="Longest grammar that an answer may follow, such as a JSON schema."
     )
@@ -372,6 +373,7 @@ class AppArgs(BaseModel):
             max_stop_length=self.max_stop_length,
             max_stop_token_ids=self.max_stop_token_ids,
             max_logit_biases=self.max_logit_biases,
+            max_tools=self.max_tools,
             max_grammar_bytes=self.max_grammar_bytes,
             max_choices=self.max_choices,
             max_prompts=self.max_prompts,

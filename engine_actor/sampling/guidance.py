@@ -27,7 +27,7 @@ LONGEST_REASON = 500  # characters of what the library says of a grammar
 
 # One line, with a space after each comma and colon, as json.dumps and chat templates write it: what a client sends back
 # has the tokens that were generated, and no model loses itself in white space.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
+        self._words: _Words | None = None
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._known: OrderedDict[Guidance, LLMatcher] = OrderedDict()
@@ -87,7 +88,9 @@ class Grammars:
 
     def cursor(self, guidance: Guidance) -> Cursor:
         """Raises UnusableGrammar as `compile` does."""
-        return Cursor(self.compile(guidance).deep_copy(), self._vocab_size)
+        matcher = self.compile(guidance).deep_copy()
+        assert self._words is not None
+        return Cursor(matcher, self._vocab_size, self._words, guidance.trigger.encode())
 
     def _tokenizer_for(self, guidance: Guidance) -> LLTokenizer:
         with self._lock:
@@ -96,38 +99,66 @@ class Grammars:
                     raise UnusableGrammar(guidance.kind, "this engine was given no vocabulary")
                 if not self._eos:
                     raise UnusableGrammar(guidance.kind, "this model has no token that ends an answer")
-                words = TokenizerWrapper(_Words(self._vocabulary(), self._vocab_size, self._eos[0]))
-                self._tokenizer = LLTokenizer(words, n_vocab=self._vocab_size, eos_token=self._eos)
+                self._words = _Words(self._vocabulary(), self._vocab_size, self._eos[0])
+                wrapper = TokenizerWrapper(self._words)
+                self._tokenizer = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=self._eos)
             return self._tokenizer
 
 
 class Cursor:
     """Where one answer stands in its grammar."""
 
-    __slots__ = ("_matcher", "_read", "_vocab_size", "_words")
+    __slots__ = ("_awaited", "_mask", "_matcher", "_read", "_tail", "_vocab_size", "_words")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, words: _Words, trigger: bytes) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._words = words
+        self._awaited = trigger  # empty once the answer has it
+        self._tail = b""  # as much of the answer's end as may begin the trigger
         self._read = 0
-        self._words = np.zeros((vocab_size + 31) // 32, np.int32)  # F292
+        self._mask = np.zeros((vocab_size + 31) // 32, np.int32)  # F292
 
     @property
     def read(self) -> int:
         """Tokens of the answer that it has read."""
         return self._read
 
-    def allowed(self, answer: Sequence[int]) -> NDArray[np.bool_]:
-        """bool [vocab_size]: which tokens may follow. `answer`: all committed tokens of it, a continuation of what was
-        given before. Raises GuidanceFailed, now and for ever, where the library gives up (F291)."""
-        if len(answer) > self._read:
-            self._matcher.consume_tokens(list(answer[self._read :]))
-            self._read = len(answer)
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+    def allowed(self, answer: Sequence[int]) -> NDArray[np.bool_] | None:
+        """bool [vocab_size]: which tokens may follow; None: any. `answer`: all committed tokens of it, which go on from
+        those given before. Raises GuidanceFailed, now and for ever, where the library gives up (F291)."""
+        for token in answer[self._read :]:
+            self._read_one(token)
+        self._read = len(answer)
+        if not self._free:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
             raise GuidanceFailed(_shortened(self._matcher.get_error()))
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
+        if self._free:
+            return None
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         return bits[: self._vocab_size].view(np.bool_)
+
+    @property
+    def _free(self) -> bool:
+        """The trigger has not even begun."""
+        return bool(self._awaited) and not self._tail
+
+    def _read_one(self, token: int) -> None:
+        if not self._awaited:
+            self._matcher.consume_token(token)
+            return
+        text = self._words.tokens[token]
+        if not text or token in self._words.special:
+            return  # chosen without a mask; no part of the text
+        self._matcher.consume_token(token)
+        tail = self._tail + text
+        if self._awaited in tail:
+            self._awaited = b""
+            return
+        longest = min(len(tail), len(self._awaited) - 1)
+        begun = (n for n in range(longest, 0, -1) if self._awaited.startswith(tail[-n:]))
+        self._tail = tail[len(tail) - next(begun, 0) :]
 
 
 class _Words:
@@ -136,6 +167,7 @@ class _Words:
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_id: int) -> None:
         known = list(vocabulary.tokens[:vocab_size])
         self.tokens = known + [b""] * (vocab_size - len(known))
+        self.special = vocabulary.special
         self.special_token_ids = sorted(i for i in vocabulary.special if i < vocab_size)
         self.eos_token_id = eos_token_id
         self.bos_token_id: int | None = None
@@ -151,7 +183,7 @@ def _grammar_of(guidance: Guidance) -> str:
     if guidance.kind is GuidanceKind.LARK:
         return LLMatcher.grammar_from_lark(guidance.data)
     try:
-        return LLMatcher.grammar_from_json_schema(guidance.data, overrides=_JSON_STYLE)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(guidance.data, overrides=JSON_STYLE)  # type: ignore[arg-type]
     except ValueError as error:
         raise UnusableGrammar(guidance.kind, _shortened(str(error))) from None
 

@@ -62,6 +62,7 @@ class IngressSettings(BaseModel):
     max_stop_token_ids: int = Field(default=256, ge=1)
     max_logit_biases: int = Field(default=1024, ge=1)
 
+    max_tools: int = Field(default=128, ge=1)
     max_grammar_bytes: int = Field(default=256 * 2**10, ge=1)
     """Longest grammar, such as a JSON schema, that an answer may follow."""
 

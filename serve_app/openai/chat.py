@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -33,8 +33,10 @@ def chat_router(services: Services) -> APIRouter:
         return parse(ChatRequest, content)
 
     def build(body: ChatRequest) -> list[Asked]:
-        said = [(message.role, message.content) for message in body.messages]
-        return [Asked(chat_prompt(services.prompts, said, "messages"), "messages", conversation_opening(said))]
+        messages = [message.as_message() for message in body.messages]
+        tools = [tool.described() for tool in body.tools or ()]
+        prompt = chat_prompt(services.prompts, messages, "messages", tools)
+        return [Asked(prompt, "messages", conversation_opening(messages))]
 
     def form(body: ChatRequest, model: str) -> ChatFormat:
         spelling = services.prompts.tokenizer.token_bytes if body.logprobs else None
@@ -47,21 +49,21 @@ def chat_router(services: Services) -> APIRouter:
     return router
 
 
-def chat_prompt(prompts: PromptBuilder, said: Sequence[tuple[str, str]], param: str) -> Prompt:
-    """The prompt of (role, text) pairs. Raises ApiError that blames `param` where the template refuses them."""
-    # Templates know `system`; `developer` is its newer name.
-    messages = [Message(role="system" if role == "developer" else role, content=text) for role, text in said]
+def chat_prompt(
+    prompts: PromptBuilder, messages: Sequence[Message], param: str, tools: Sequence[Mapping[str, object]] = ()
+) -> Prompt:
+    """Raises ApiError that blames `param` where the template refuses the messages."""
     try:
-        return prompts.chat(messages)
+        return prompts.chat(messages, tools)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=param, code="chat_template_error") from error
 
 
-def conversation_opening(said: Sequence[tuple[str, str]]) -> list[object]:
+def conversation_opening(messages: Sequence[Message]) -> list[object]:
     """The messages up to the user's first one: they stay the same as a conversation grows."""
     opening: list[object] = []
-    for role, text in said:
-        opening.append([role, text])
-        if role == "user":
+    for message in messages:
+        opening.append([message["role"], message["content"]])
+        if message["role"] == "user":
             break
     return opening

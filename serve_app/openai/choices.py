@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_actor.sampling.logprobs import TokenLogprob
 from engine_actor.turns import TurnTokens
+from serve_app.text.calls import CallDelta, CallSplitter, joined_calls
 from serve_app.text.stream import AnswerText, TokenPlaces
 from serve_app.text.tokenizer import Tokenizer
 
@@ -28,16 +29,22 @@ class Piece:
     choice: int
     text: str
     tokens: tuple[PlacedToken, ...] = ()
+    calls: tuple[CallDelta, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.tokens)
+        return bool(self.text or self.tokens or self.calls)
 
 
 class ChoiceText:
     """Tokens of one choice in, pieces out. `generated` counts the tokens that made the answer."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str], *, logprobs: bool) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], *, logprobs: bool = False, calls: bool = False
+    ) -> None:
+        """`calls`: those of tools are told from the text. Logprobs are for text alone."""
+        assert not (logprobs and calls)
         self._index = index
+        self._calls = CallSplitter() if calls else None
         self._places = TokenPlaces() if logprobs else None
         self._text = AnswerText(tokenizer, stops, self._places)
         self._logprobs: deque[TokenLogprob] = deque()
@@ -50,14 +57,25 @@ class ChoiceText:
     def generated(self) -> int:
         return self._text.tokens
 
+    @property
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.calls > 0
+
     def push(self, tokens: TurnTokens) -> Piece:
         self._logprobs.extend(tokens.logprobs)
         return self._piece(self._text.push(tokens.token_ids))
 
     def finish(self) -> Piece:
-        return self._piece(self._text.finish())
+        piece = self._piece(self._text.finish())
+        if self._calls is None:
+            return piece
+        text, calls = self._calls.finish()
+        return replace(piece, text=piece.text + text, calls=(*piece.calls, *calls))
 
     def _piece(self, text: str) -> Piece:
+        if self._calls is not None:
+            shown, calls = self._calls.push(text)
+            return Piece(self._index, shown, calls=tuple(calls))
         offsets = self._places.take() if self._places is not None else ()
         return Piece(self._index, text, tuple(PlacedToken(self._logprobs.popleft(), at) for at in offsets))
 
@@ -65,8 +83,10 @@ class ChoiceText:
 def joined(pieces: Sequence[Piece], choices: int) -> list[Piece]:
     """The whole of each choice."""
     texts: list[list[str]] = [[] for _ in range(choices)]
+    calls: list[list[CallDelta]] = [[] for _ in range(choices)]
     tokens: list[list[PlacedToken]] = [[] for _ in range(choices)]
     for piece in pieces:
         texts[piece.choice].append(piece.text)
         tokens[piece.choice] += piece.tokens
-    return [Piece(i, "".join(texts[i]), tuple(tokens[i])) for i in range(choices)]
+        calls[piece.choice] += piece.calls
+    return [Piece(i, "".join(texts[i]), tuple(tokens[i]), tuple(joined_calls(calls[i]))) for i in range(choices)]

@@ -16,6 +16,7 @@ from serve_app.ingress.errors import ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.logprobs import chat_logprobs, completion_logprobs
 from serve_app.openai.turns import ChoiceEnd, Finished
+from serve_app.text.calls import CallDelta
 from serve_app.text.token_bytes import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
@@ -72,7 +73,10 @@ class ChatFormat:
         return [self._chunk(choice, {"role": "assistant", "content": ""}) for choice in range(self.choices)]
 
     def piece(self, piece: Piece) -> dict[str, object]:
-        return self._chunk(piece.choice, {"content": piece.text}, self._logprobs(piece) if piece.tokens else None)
+        delta: dict[str, object] = {"content": piece.text} if piece.text or not piece.calls else {}
+        if piece.calls:
+            delta["tool_calls"] = [_call_chunk(call) for call in piece.calls]
+        return self._chunk(piece.choice, delta, self._logprobs(piece) if piece.tokens else None)
 
     def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
         return [self._chunk(end.choice, {}, reason=end.reason)]
@@ -89,7 +93,7 @@ class ChatFormat:
         choices = [
             {
                 "index": answer.choice,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": _message(answer),
                 "logprobs": self._logprobs(answer),
                 "finish_reason": reason,
             }
@@ -109,6 +113,23 @@ class ChatFormat:
 
     def _head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _message(answer: Piece) -> dict[str, object]:
+    if not answer.calls:
+        return {"role": "assistant", "content": answer.text, "refusal": None}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+    return {"role": "assistant", "content": answer.text or None, "refusal": None, "tool_calls": calls}
+
+
+def _call_chunk(call: CallDelta) -> dict[str, object]:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    begun = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": begun}
 
 
 @dataclass(frozen=True, slots=True)

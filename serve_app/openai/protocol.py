@@ -11,13 +11,15 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine_actor.options import MAX_INT32, Guidance
+from engine_actor.options import MAX_INT32, Guidance, GuidanceKind
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.strict import Strict, Text, checked_text, refuse, whole_text
-from serve_app.openai.structured import StructuredOutputs, WantedFormat, chosen_guidance
+from serve_app.openai.structured import Named, StructuredOutputs, WantedFormat, chosen_grammar
+from serve_app.openai.tools import ChosenTool, Function, PastCall, Tool, ToolChoice, calling_grammar
+from serve_app.text.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("text",)
@@ -33,7 +35,7 @@ _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"t
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _ONE_PROMPT: list[object] = [{"type": "string"}, _IDS]
 _PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}
-_ROLE = {"type": "string", "enum": list(ROLES)}
+_ROLE = {"type": "string", "enum": [*ROLES, "tool"]}
 _BIASES = {
     "anyOf": [
         {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
@@ -134,25 +136,49 @@ def _part(part: object, index: int, kinds: Sequence[str]) -> str:
 
 
 def check_role(value: object) -> str:
-    if value in ("tool", "function"):
-        refuse("tools are not supported by this server, so a message can't come from one")
     if not isinstance(value, str) or value not in ROLES:
         refuse(f"must be one of {', '.join(ROLES)}")
     return value
 
 
-def _no_calls(value: object) -> None:
+def _chat_role(value: object) -> str:
+    if value == "tool":
+        return "tool"
+    if value == "function":
+        refuse("must be 'tool': 'function' is its older name, which this server does not know")
+    return check_role(value)
+
+
+def _no_call(value: object) -> None:
     if value:
-        refuse("tools are not supported by this server, so a message can't call one")
+        refuse("is the older form of tool_calls, which this server does not know")
 
 
 class ChatMessage(Strict):
-    role: Annotated[str, BeforeValidator(check_role), WithJsonSchema(_ROLE)]
+    role: Annotated[str, BeforeValidator(_chat_role), WithJsonSchema(_ROLE)]
     content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT)] = Field(
         default=None, validate_default=True
     )
-    tool_calls: Annotated[None, BeforeValidator(_no_calls)] = None
-    function_call: Annotated[None, BeforeValidator(_no_calls)] = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: Text | None = None
+    function_call: Annotated[None, BeforeValidator(_no_call)] = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            refuse("only an assistant's message may have tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            refuse("a tool's message needs tool_call_id, and no other has one")
+        return self
+
+    def as_message(self) -> Message:
+        # Templates know `system`; `developer` is its newer name.
+        message = Message(role="system" if self.role == "developer" else self.role, content=self.content)
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_call() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class StreamOptions(Strict):
@@ -196,9 +222,19 @@ class GenerationRequest(Strict):
         return None
 
     @property
-    def guidance(self) -> tuple[str, Guidance] | None:
-        """The grammar that the answer follows, after the field to blame for it. Raises ApiError."""
-        return None
+    def grammars(self) -> list[Named]:
+        """What the client says of the answer's form, for the check at the door. Raises ApiError."""
+        return []
+
+    @property
+    def guidance(self) -> Guidance | None:
+        """The grammar that the answer follows."""
+        return self.grammars[0][1] if self.grammars else None
+
+    @property
+    def may_call(self) -> bool:
+        """The answer may call tools."""
+        return False
 
 
 class CompletingRequest(GenerationRequest):
@@ -220,8 +256,8 @@ class CompletingRequest(GenerationRequest):
         return self.max_tokens
 
     @property
-    def guidance(self) -> tuple[str, Guidance] | None:
-        return chosen_guidance(self.response_format, self.structured_outputs)
+    def grammars(self) -> list[Named]:
+        return chosen_grammar(self.response_format, self.structured_outputs)
 
     @property
     def include_usage(self) -> bool:
@@ -233,6 +269,41 @@ class ChatRequest(CompletingRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_INT32)
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """Those that this answer may call."""
+        if self.tool_choice == "none":
+            return []
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ChosenTool):
+            return [function for function in functions if function.name == self.tool_choice.name]
+        return functions
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.callable_functions)
+
+    @property
+    def grammars(self) -> list[Named]:
+        if not self.may_call:
+            return super().grammars
+        schemas = enumerate(tool.function.schema_text for tool in self.tools or ())
+        return [(f"tools.{i}.function.parameters", Guidance(GuidanceKind.JSON_SCHEMA, text)) for i, text in schemas]
+
+    @property
+    def guidance(self) -> Guidance | None:
+        if not self.may_call:
+            return super().guidance
+        named = isinstance(self.tool_choice, ChosenTool)
+        return calling_grammar(
+            self.callable_functions,
+            must=named or self.tool_choice == "required",
+            several=not named and self.parallel_tool_calls is not False,
+        )
 
     @property
     def likeliest(self) -> int | None:

@@ -85,12 +85,14 @@ async def respond(
 
 async def check_grammar_of(body: GenerationRequest, settings: IngressSettings) -> None:
     """Reading a grammar can take longer than a step of everyone's streams."""
-    if body.guidance is None:
+    grammars = body.grammars
+    if not grammars:
         return
     for name, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if value:
             raise bad_value(name, "the answer's grammar says when it may end, so leave this out")
-    await asyncio.to_thread(check_guidance, *body.guidance, settings.max_grammar_bytes)
+    for param, grammar in grammars:
+        await asyncio.to_thread(check_guidance, param, grammar, settings.max_grammar_bytes)
 
 
 async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:

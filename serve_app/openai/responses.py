@@ -21,6 +21,7 @@ from serve_app.openai.strict import parse
 from serve_app.openai.turns import answer_events, make_turn, sampling_of
 from serve_app.openai.unserved import refuse_unserved_responses
 from serve_app.responses.store import History
+from serve_app.text.chat_template import Message
 
 _NO_HISTORY = History("", ())
 
@@ -42,7 +43,9 @@ def responses_router(services: Services) -> APIRouter:
         own = tuple((message.role, message.content) for message in body.input)
         # Instructions are those of this turn alone: they stand first, and earlier ones are not carried over.
         first = () if body.instructions is None else (("system", body.instructions),)
-        messages = (*first, *history.messages, *own)
+        said = (*first, *history.messages, *own)
+        # Templates know `system`; `developer` is its newer name.
+        messages = [Message(role="system" if role == "developer" else role, content=text) for role, text in said]
         if len(messages) > settings.max_messages:
             most, had = settings.max_messages, len(messages)
             raise bad_value("input", f"at most {most} messages are allowed, earlier ones included, not {had}")

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
-from engine_actor.options import MAX_INT32, Guidance
+from engine_actor.options import MAX_INT32
 from serve_app.openai.protocol import ROLES, GenerationRequest, check_role, joined_text
 from serve_app.openai.strict import Strict, Text, refuse
-from serve_app.openai.structured import WantedText
+from serve_app.openai.structured import Named, WantedText
 
 _PARTS = {"user": ("input_text",), "assistant": ("output_text", "input_text")}
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
@@ -84,8 +84,8 @@ class ResponsesRequest(GenerationRequest):
         return self.max_output_tokens
 
     @property
-    def guidance(self) -> tuple[str, Guidance] | None:
-        return None if self.text is None else self.text.guidance
+    def grammars(self) -> list[Named]:
+        return [] if self.text is None or self.text.named is None else [self.text.named]
 
     @property
     def stored(self) -> bool:

@@ -17,6 +17,9 @@ from engine_actor.sampling.guidance import check_grammar
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.strict import Strict, Text, checked_text, refuse
 
+Named = tuple[str, Guidance]
+"""A grammar after the field to blame for it."""
+
 ANY_OBJECT = Guidance(GuidanceKind.JSON_SCHEMA, '{"type": "object"}')
 
 
@@ -59,7 +62,7 @@ class FlatFormat(Strict):
         return self
 
     @property
-    def guidance(self) -> tuple[str, Guidance] | None:
+    def named(self) -> Named | None:
         if self.type == "json_object":
             return "text.format", ANY_OBJECT
         if self.type == "text" or self.schema_text is None:
@@ -86,7 +89,7 @@ class WantedFormat(Strict):
         return self
 
     @property
-    def guidance(self) -> tuple[str, Guidance] | None:
+    def named(self) -> Named | None:
         if self.type == "json_object":
             return "response_format", ANY_OBJECT
         if self.type == "text" or self.json_schema is None:
@@ -101,8 +104,8 @@ class WantedText(Strict):
     verbosity: Annotated[None, BeforeValidator(_no_verbosity)] = None
 
     @property
-    def guidance(self) -> tuple[str, Guidance] | None:
-        return None if self.format is None else self.format.guidance
+    def named(self) -> Named | None:
+        return None if self.format is None else self.format.named
 
     def shown(self) -> dict[str, object]:
         """As the response says it again."""
@@ -126,7 +129,7 @@ class StructuredOutputs(Strict):
         return self
 
     @property
-    def guidance(self) -> tuple[str, Guidance]:
+    def named(self) -> Named:
         if self.json_text is not None:
             return "structured_outputs.json", Guidance(GuidanceKind.JSON_SCHEMA, self.json_text)
         if self.regex is not None:
@@ -139,14 +142,14 @@ class StructuredOutputs(Strict):
         return "structured_outputs.json_object", ANY_OBJECT
 
 
-def chosen_guidance(form: WantedFormat | None, outputs: StructuredOutputs | None) -> tuple[str, Guidance] | None:
-    """What the two fields ask for together, after the name of the one to blame."""
-    formed = None if form is None else form.guidance
+def chosen_grammar(form: WantedFormat | None, outputs: StructuredOutputs | None) -> list[Named]:
+    """The one that the two fields ask for, if they do."""
+    formed = None if form is None else form.named
     if outputs is None:
-        return formed
+        return [] if formed is None else [formed]
     if formed is not None:
         raise bad_value("structured_outputs", "can't stand beside response_format: both say what the answer is")
-    return outputs.guidance
+    return [outputs.named]
 
 
 def check_guidance(param: str, guidance: Guidance, most_bytes: int) -> None:

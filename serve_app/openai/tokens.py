@@ -43,7 +43,7 @@ def tokens_router(services: Services) -> APIRouter:
 
     def ids_of(body: TokenizeRequest) -> tuple[int, ...]:
         if body.messages is not None:
-            return chat_prompt(prompts, [(m.role, m.content) for m in body.messages], "messages").ids
+            return chat_prompt(prompts, [message.as_message() for message in body.messages], "messages").ids
         assert body.prompt is not None
         return tuple(prompts.tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens is not False))
 

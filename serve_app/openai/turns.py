@@ -33,13 +33,15 @@ _COLDEST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn to run, of one key. `prompt_param` is the field to blame when the prompt is too long."""
+    """One turn to run, of one key. `prompt_param` is the field to blame when the prompt is too long. `calls`: of tools,
+    may be in its answer."""
 
     request: TurnRequest
     tenant: str
     routing_key: str
     stops: tuple[str, ...]
     prompt_param: str
+    calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +146,9 @@ def make_turn(
         min_generated_tokens=least,
         logprobs=body.likeliest,
         choices=body.choices,
-        guidance=None if body.guidance is None else body.guidance[1],
+        guidance=body.guidance,
     )
-    return Turn(request, tenant, identity.routing_key, body.stop, prompt_param)
+    return Turn(request, tenant, identity.routing_key, body.stop, prompt_param, body.may_call)
 
 
 def sampling_of(body: GenerationRequest, settings: IngressSettings) -> SamplingParams:
@@ -212,7 +214,9 @@ class _Answer:
     def __init__(self, services: Services, turn: Turn) -> None:
         request, tokenizer = turn.request, services.prompts.tokenizer
         logprobs = request.logprobs is not None
-        self._texts = [ChoiceText(i, tokenizer, turn.stops, logprobs=logprobs) for i in range(request.choices)]
+        self._texts = [
+            ChoiceText(i, tokenizer, turn.stops, logprobs=logprobs, calls=turn.calls) for i in range(request.choices)
+        ]
         self._reasons: dict[int, str] = {}
         self._generated = 0
         self._counts: TurnEnded | None = None
@@ -254,6 +258,8 @@ class _Answer:
         return Finished(tuple(self._reasons[choice] for choice in range(len(self._texts))), usage)
 
     def _end(self, choice: int, reason: str, generated: int) -> ChoiceEnd:
+        if reason == "stop" and self._texts[choice].has_calls:
+            reason = "tool_calls"
         self._reasons[choice] = reason
         self._generated += generated
         return ChoiceEnd(choice, reason)

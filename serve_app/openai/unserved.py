@@ -41,8 +41,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "lora_path": (),
 }
 _CHAT = _COMMON | {
-    "tools": _EMPTY,
-    "tool_choice": _NO_TOOL,
     "functions": _EMPTY,
     "function_call": _NO_TOOL,
     "modalities": (["text"],),

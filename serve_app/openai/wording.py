@@ -22,6 +22,7 @@ _MUST = {
     "less_than_equal": "must be at most {le}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
+    "string_pattern_mismatch": "must match {pattern}",
     "too_long": "may have at most {max_length} characters",
 }
 _NEEDED = {

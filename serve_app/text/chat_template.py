@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, NotRequired, TypedDict
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from serve_app.text.calls import OPENING
 from serve_app.text.errors import ChatTemplateError, TokenizerError
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: str
+    function: CalledFunction
 
 
 class Message(TypedDict):
@@ -19,6 +31,8 @@ class Message(TypedDict):
 
     role: str
     content: str
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_call_id: NotRequired[str]
 
 
 class ChatTemplate:
@@ -36,11 +50,14 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template can't be compiled: {error}") from error
         self._special_tokens = dict(special_tokens)
+        # The form of calls that this server reads (`calls.py`), which is that of Qwen, Hermes and others.
+        self.knows_tools = "tools" in source and OPENING in source
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """The prompt, up to where the assistant's answer begins. Raises ChatTemplateError."""
+        given = {"tools": list(tools)} if tools else {}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(messages=messages, add_generation_prompt=True, **given, **self._special_tokens)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise ChatTemplateError(f"The chat template refused these messages: {error}") from error
 

@@ -9,14 +9,18 @@ unchanged, and its borders are token borders.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from engine_actor.turns import HistorySpan
 from serve_app.text.chat_template import ChatTemplate, Message
 from serve_app.text.errors import ChatTemplateError
 from serve_app.text.stream import text_digest
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_prompts import spelled_out
+
+Tools = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +42,26 @@ class PromptBuilder:
         """A plain text, with BOS where the model wants one."""
         return Prompt(tuple(self.tokenizer.encode(text, special_tokens=True)))
 
-    def chat(self, messages: Sequence[Message]) -> Prompt:
-        """Raises ChatTemplateError if the model has no template, or its template refuses the messages."""
+    def chat(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+        """`tools`: as OpenAI has them, each with its `function`. Raises ChatTemplateError if the model has no template,
+        or its template refuses the messages."""
         if self._template is None:
             raise ChatTemplateError("This model has no chat template, so it can't chat; use /v1/completions.")
-        rendered = self._template.render(messages)
+        if not self._template.knows_tools:
+            messages, tools = spelled_out(messages, tools), ()
+        rendered = self._template.render(messages, tools)
         ids, ends = self.tokenizer.encode_with_ends(rendered)
         if ends is None or all(message["role"] != "assistant" for message in messages):
             return Prompt(tuple(ids))
         borders = [0, *ends]
         spans = (
             HistorySpan(first, last, text_digest(answer))
-            for start, end, answer in _answers_in(rendered, self._frame(messages), messages)
+            for start, end, answer in _answers_in(rendered, self._frame(messages, tools), messages)
             if (first := _border(borders, start)) is not None and (last := _border(borders, end)) is not None
         )
         return Prompt(tuple(ids), tuple(spans))
 
-    def _frame(self, messages: Sequence[Message]) -> list[str]:
+    def _frame(self, messages: Sequence[Message], tools: Tools) -> list[str]:
         """The rendered text before each answer: from the start, or from the end of the answer before it.
 
         Found by rendering once more with marks in their place. Empty if the template can't do that.
@@ -62,12 +69,9 @@ class PromptBuilder:
         assert self._template is not None
         marks = [f"\ue000{i}\ue001" for i, message in enumerate(messages) if message["role"] == "assistant"]
         waiting = iter(marks)
-        marked = [
-            Message(role=m["role"], content=next(waiting) if m["role"] == "assistant" else m["content"])
-            for m in messages
-        ]
+        marked = [cast(Message, {**m, "content": next(waiting)}) if m["role"] == "assistant" else m for m in messages]
         try:
-            text = self._template.render(marked)
+            text = self._template.render(marked, tools)
         except ChatTemplateError:
             return []
         frame: list[str] = []

@@ -24,6 +24,13 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi", **fields}]}
 
 
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+TOOLS = [tool()]
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
 # (fields of a chat request, the field that the error must name)
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"temperature": v}, "temperature") for v in
@@ -96,20 +103,51 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
     *[(message(role=v), "messages.0.role") for v in
-      (None, "", "robot", "USER", "tool", "function", 5, True, [], {}, "\ud800", "x" * 10**5)],
+      (None, "", "robot", "USER", "function", 5, True, [], {}, "\ud800", "x" * 10**5)],
     *[(message(content=v), "messages.0.content") for v in
       (None, 5, True, {}, {"type": "text", "text": "x"}, "\ud800", "a\udc00b", ["x"], [5], [None], [{}],
        [{"type": "text"}], [{"type": "text", "text": None}], [{"type": "text", "text": 5}],
        [{"type": "text", "text": "\ud800"}], [{"type": "image_url", "image_url": {"url": "x"}}],
        [{"type": "input_audio"}], [{"text": "x"}], [[]])],
-    (message(role="assistant", content=None, tool_calls=[{"id": "1"}]), "messages.0.tool_calls"),
+    (message(role="assistant", content=None, tool_calls=[{"id": "1"}]), "messages.0.tool_calls.0.function"),
+    *[(message(role="assistant", content=None, tool_calls=v), "messages.0.tool_calls") for v in
+      (5, "x", {})],
+    (message(role="assistant", content=None, tool_calls=[5]), "messages.0.tool_calls.0"),
+    *[(message(role="assistant", content=None,
+               tool_calls=[{"id": "1", "type": "function", "function": {"name": "f", "arguments": v}}]),
+       "messages.0.tool_calls.0.function.arguments") for v in (None, 5, {}, "", "[]", "5", "{", '{"a": "\\ud800"}')],
+    (message(role="user", content="x", tool_calls=CALLS), "messages.0"),
+    (message(role="tool", content="x"), "messages.0"),
+    (message(role="user", content="x", tool_call_id="1"), "messages.0"),
+    (message(role="tool", content=None, tool_call_id="1"), "messages.0.content"),
+    (message(role="tool", content="x", tool_call_id=5), "messages.0.tool_call_id"),
+    *[({"tools": v}, "tools") for v in (5, "x", {}, True, TOOLS * 129)],
+    *[({"tools": [v]}, "tools.0") for v in (5, None, "f", [])],
+    *[({"tools": [{"type": "function", "function": v}]}, "tools.0.function") for v in (None, 5, "f", [])],
+    ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": TOOLS * 2}, "tools.1.function.name"),
+    *[({"tools": [tool(name=v)]}, "tools.0.function.name") for v in (None, "", "a b", "x" * 65, 5, "é", "\ud800")],
+    *[({"tools": [tool(description=v)]}, "tools.0.function.description") for v in (5, [], "\ud800")],
+    *[({"tools": [tool(parameters=v)]}, "tools.0.function.parameters") for v in
+      (5, "x", [], {"type": "string"}, {"type": ["object"]}, {"properties": {"a": {"type": "objec"}}},
+       {"properties": 5}, {"description": "\ud800"}, {"$ref": "#/nowhere"})],
+    ({"tools": [tool(parameters={"not": {}}, strict=True)]}, "tools.0.function.parameters"),
+    *[({"tools": TOOLS, "tool_choice": v}, "tool_choice") for v in
+      ("f", "", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}},
+       {"type": "function", "function": {"name": "g"}}, {"type": "x", "function": {"name": "f"}})],
+    *[({"tool_choice": v}, "tool_choice") for v in ("required", {"type": "function", "function": {"name": "f"}})],
+    *[({"tools": TOOLS, "parallel_tool_calls": v}, "parallel_tool_calls") for v in (1, "false", [])],
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"tools": TOOLS, "logprobs": True}, "logprobs"),
+    ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"), ({"tools": TOOLS, "min_tokens": 2}, "min_tokens"),
     (message(role="assistant", function_call={"name": "f"}), "messages.0.function_call"),
 ]  # fmt: skip
 
 # Things that the API knows and this server does not support: said by name, never ignored.
 NOT_SERVED: list[tuple[str, Any]] = [
     ("length_penalty", 2),
-    ("tools", [{"type": "function"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {}),
     ("functions", [{}]), ("function_call", {"name": "f"}),
     ("use_beam_search", True),
     ("modalities", ["text", "audio"]), ("audio", {}), ("prediction", {}), ("store", True), ("echo", True),
@@ -412,7 +450,12 @@ def test_no_json_gets_a_500(server: Server, fields: dict[str, Any], path: str, v
         (CHAT, {"n": 9}, "n must be at most 8, not 9"),
         (CHAT, {"stop": ["x"] * 17}, "stop: at most 16 stop strings are allowed, not 17"),
         (CHAT, {"user": "x" * 4097}, "user may have at most 4096 characters, not 4097"),
-        (CHAT, {"tools": [{}]}, '`tools` is not supported by this server: remove it, or set it to [] or {} or "".'),
+        (CHAT, {"tools": [{}]}, "tools.0.type is needed"),
+        (
+            CHAT,
+            {"functions": [{}]},
+            '`functions` is not supported by this server: remove it, or set it to [] or {} or "".',
+        ),
         (CHAT, {"audio": {}}, "`audio` is not supported by this server: remove it."),
         (COMPLETIONS, {"prompt": ["a", 5]}, "prompt.1: must be a string or a list of token ids"),
         (COMPLETIONS, {"prompt": [49152]}, "prompt must have token ids from 0 to 49151, not 49152"),

@@ -131,7 +131,7 @@ def test_draining_events_one_by_one_moves_no_cursor() -> None:
 
 @pytest.mark.parity("F286")
 def test_there_is_no_option_for_forced_tokens() -> None:
-    assert {field.name for field in dataclasses.fields(Guidance)} == {"kind", "data"}
+    assert {field.name for field in dataclasses.fields(Guidance)} == {"kind", "data", "trigger"}
 
 
 @pytest.mark.parity("F287")
@@ -225,7 +225,7 @@ def test_a_grammar_that_the_library_gives_up_on_ends_its_turn() -> None:
 @pytest.mark.parity("F292")
 def test_a_mask_has_a_bit_for_each_column_of_the_logits() -> None:
     cursor = Grammars(letters, 65, frozenset({EOS})).cursor(regex("(?s:.*)"))
-    assert cursor._words.shape == (3,)
+    assert cursor._mask.shape == (3,)
     allowed = cursor.allowed([])
     assert allowed.shape == (65,)
     assert not allowed[0] and allowed[EOS] and allowed[IDS["a"]]
@@ -338,6 +338,29 @@ patterns = st.recursive(
     ),
     max_leaves=6,
 )
+
+
+def test_before_its_trigger_a_grammar_lets_every_token_through_and_then_no_wrong_one() -> None:
+    grammar = 'start: TEXT | begun "12" "x"*\nbegun[lazy]: TEXT "!a"\nTEXT: /(.|\\n)*/\n'
+    guidance = Guidance(GuidanceKind.LARK, grammar, trigger="!a")
+    grammars = Grammars(letters, 64, frozenset({EOS}))
+    for text in ("", "ab", "z no", "!", "a!", "!a", "!a1", "!a12", "x!a12xx"):
+        free = grammars.cursor(guidance)
+        masked = grammars.cursor(dataclasses.replace(guidance, trigger=""))
+        allowed, wanted = free.allowed(encode(text)), masked.allowed(encode(text))
+        assert wanted is not None
+        if text.endswith("!") or "!a" in text:
+            assert allowed is not None and (allowed == wanted).all()
+        else:
+            assert allowed is None and wanted[[*IDS.values(), EOS]].all()
+
+
+def test_what_is_no_text_may_come_before_a_trigger() -> None:
+    """Without a mask the model can choose a control token, or an id without a token."""
+    guidance = Guidance(GuidanceKind.LARK, 'start: begun "x"\nbegun[lazy]: /(.|\\n)*/ "!a"\n', trigger="!a")
+    cursor = Grammars(letters, 64, frozenset({EOS})).cursor(guidance)
+    allowed = cursor.allowed([IDS["b"], 0, 63, IDS["!a"]])
+    assert allowed is not None and np.flatnonzero(allowed).tolist() == [IDS["x"]]
 
 
 @given(st.lists(st.tuples(patterns, st.floats(0, 2), st.integers(0, 2**64 - 1)), min_size=1, max_size=4))

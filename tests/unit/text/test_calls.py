@@ -1,0 +1,93 @@
+"""Calls of tools in a text: told from it whole, and in any pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.text.calls import CLOSING, OPENING, CallDelta, CallSplitter, joined_calls, written_call
+
+NOW = written_call("now", {})
+PARIS = written_call("weather", {"city": "Paris", "days": [1, 2]})
+
+
+def split(*pieces: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and name and arguments of each call."""
+    splitter = CallSplitter()
+    told = [splitter.push(piece) for piece in pieces] + [splitter.finish()]
+    calls = joined_calls([delta for _, deltas in told for delta in deltas])
+    assert [call.index for call in calls] == list(range(splitter.calls))
+    assert len({call.id for call in calls}) == len(calls) and all(call.id.startswith("call_") for call in calls)
+    return "".join(text for text, _ in told), [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ("Hello.", "Hello.", []),
+        ("", "", []),
+        ("a < b, a <tool b", "a < b, a <tool b", []),
+        ("ends with space \n", "ends with space \n", []),
+        (NOW, "", [("now", "{}")]),
+        (f"Let me see.\n{NOW}", "Let me see.", [("now", "{}")]),
+        (f"{NOW}\n{PARIS}\n", "", [("now", "{}"), ("weather", '{"city": "Paris", "days": [1, 2]}')]),
+        (written_call('odd "name"', {"a": "}\\n</tool_call>"}), "", [('odd "name"', '{"a": "}\\\\n</tool_call>"}')]),
+    ],
+)
+def test_text_and_calls_are_told_apart(text: str, shown: str, calls: list[tuple[str, str]]) -> None:
+    assert split(text) == split(*text) == (shown, calls)
+
+
+@pytest.mark.parametrize(
+    ("cut", "shown", "calls"),
+    [
+        ("Well <tool_", "Well <tool_", []),
+        (OPENING, OPENING, []),
+        ('<tool_call>\n{"name": "no', '<tool_call>\n{"name": "no', []),
+        ('<tool_call>\n{"name": "now", "arguments": ', "", [("now", "")]),
+        ('<tool_call>\n{"name": "now", "arguments": {"a": 1}', "", [("now", '{"a": 1}')]),
+        (NOW[:-3], "", [("now", "{}" + CLOSING[:-3])]),
+        (f"{NOW}\n<tool_c", "", [("now", "{}")]),
+    ],
+)
+def test_an_answer_that_a_limit_cuts_keeps_what_there_is(cut: str, shown: str, calls: list[tuple[str, str]]) -> None:
+    assert split(cut) == split(*cut) == (shown, calls)
+
+
+names = st.from_regex(r"[a-zA-Z0-9_.-]{1,8}", fullmatch=True)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=4), parts, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.text(alphabet=" ab<tol_c>\n", max_size=12).filter(lambda text: OPENING not in text),
+    st.lists(
+        st.tuples(st.from_regex(r"[a-zA-Z0-9_.-]{1,8}", fullmatch=True), st.dictionaries(st.text(), values)), max_size=3
+    ),
+    st.data(),
+)
+def test_however_an_answer_arrives_its_calls_are_the_same(
+    text: str, calls: list[tuple[str, dict[str, object]]], data: st.DataObject
+) -> None:
+    whole = "\n".join([text, *(written_call(name, arguments) for name, arguments in calls)]) if calls else text
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    shown, found = split(*pieces)
+    assert shown == (text.rstrip() if calls else text)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+def test_what_is_told_at_once_of_a_call_is_one_delta() -> None:
+    splitter = CallSplitter()
+    _, deltas = splitter.push(f"{NOW}\n{PARIS[:60]}")
+    assert [delta.index for delta in deltas] == [0, 1]
+    assert (deltas[0].arguments, deltas[1].name) == ("{}", "weather")
+    _, later = splitter.push(PARIS[60:])
+    assert [(delta.index, delta.name, delta.id) for delta in later] == [(1, "", "")]
+    assert isinstance(later[0], CallDelta)

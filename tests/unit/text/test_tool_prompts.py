@@ -1,0 +1,111 @@
+"""Tools in prompts: for a template that knows them, and for one that does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.text.calls import written_call
+from serve_app.text.chat_template import ChatTemplate, Message
+from serve_app.text.errors import ChatTemplateError
+from serve_app.text.prompts import PromptBuilder
+from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_prompts import spelled_out
+
+WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+ASKED = Message(role="user", content="Rain in Paris?")
+
+
+def called(content: str = "", **calls: Any) -> Message:
+    tool_calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in calls.items()
+    ]
+    return Message(role="assistant", content=content, tool_calls=tool_calls)  # type: ignore[typeddict-item]
+
+
+def result(content: str) -> Message:
+    return Message(role="tool", content=content, tool_call_id="weather")
+
+
+def test_tools_stand_in_the_system_message_once() -> None:
+    system = Message(role="system", content="Be brief.")
+    for messages, begin in (([ASKED], ""), ([system, ASKED], "Be brief.\n\n")):
+        plain = spelled_out(messages, TOOLS)
+        assert [message["role"] for message in plain] == ["system", "user"]
+        assert plain[0]["content"].startswith(begin)
+        for tool in TOOLS:
+            assert plain[0]["content"].count(json.dumps(tool["function"])) == 1
+        assert plain[1] == ASKED
+
+
+def test_calls_are_text_and_results_are_messages_of_the_user() -> None:
+    conversation = [
+        ASKED,
+        called(weather={"city": "Paris"}, now={}),
+        result("21 C"),
+        result("noon"),
+        called("I look again.", now={}),
+        result("later"),
+        Message(role="user", content="And?"),
+    ]
+    plain = spelled_out(conversation, ())
+    both = f"{written_call('weather', {'city': 'Paris'})}\n{written_call('now', {})}"
+    assert [(message["role"], message["content"]) for message in plain] == [
+        ("user", "Rain in Paris?"),
+        ("assistant", both),
+        ("user", "<tool_response>\n21 C\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"),
+        ("assistant", f"I look again.\n{written_call('now', {})}"),
+        ("user", "<tool_response>\nlater\n</tool_response>"),
+        ("user", "And?"),
+    ]
+
+
+def test_a_conversation_without_tools_is_as_it_was() -> None:
+    conversation = [Message(role="system", content="S"), ASKED, Message(role="assistant", content="No.")]
+    assert spelled_out(conversation, ()) == conversation
+
+
+KNOWING = (
+    "{% if tools %}[{% for tool in tools %}{{ tool | tojson }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}|{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}={{ c.function.arguments | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}|assistant:"
+)
+
+
+def test_a_template_that_knows_tools_is_given_them() -> None:
+    template = ChatTemplate(KNOWING, {})
+    assert template.knows_tools
+    text = template.render([ASKED, called(now={"a": [1, "é"]}), result("noon")], TOOLS)
+    assert text == (
+        f"[{json.dumps(TOOLS[0])}{json.dumps(TOOLS[1])}]|user:Rain in Paris?|assistant:"
+        '<tool_call>now={"a": [1, "é"]}</tool_call>|tool:noon|assistant:'
+    )
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages }}", "{% if tools %}{{ tools }}{% endif %}{{ messages }}", "<tool_call>{{ messages }}"]
+)
+def test_a_template_that_writes_calls_otherwise_or_not_at_all_knows_none(source: str) -> None:
+    assert not ChatTemplate(source, {}).knows_tools
+
+
+def test_answers_are_found_in_a_conversation_with_calls(smollm2: Tokenizer) -> None:
+    """Their spans are whole messages, calls included, so the tokens that were generated stand in for them."""
+    prompts = PromptBuilder(smollm2)
+    answer = written_call("weather", {"city": "Paris"})
+    conversation = [ASKED, called(weather={"city": "Paris"}), result("21 C")]
+    prompt = prompts.chat(conversation, TOOLS)
+    (span,) = prompt.spans
+    assert smollm2.decode(prompt.ids[span.start : span.end]) == answer
+
+
+def test_a_model_without_a_template_says_so(smollm2: Tokenizer) -> None:
+    without = PromptBuilder.__new__(PromptBuilder)
+    without.tokenizer, without._template = smollm2, None
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        without.chat([ASKED], TOOLS)
