@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SecretStr,
@@ -25,13 +24,13 @@ from pydantic import (
 from engine_actor.actor_options import ActorOptions
 from engine_actor.options import Numerics
 from serve_app.config_values import Memory, check_key, keys_of_file
-from serve_app.ingress.settings import IngressSettings, SamplingDefaults
+from serve_app.ingress.settings import IngressSettings, RequestLimits, SamplingDefaults
 from serve_app.responses.store import StoreLimits
 
 API_KEYS_VARIABLE = "MOORAGE_API_KEYS"
 
 
-class AppArgs(BaseModel):
+class AppArgs(RequestLimits):
     """The whole configuration of one application: one model, its replicas, its front door."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -154,35 +153,6 @@ class AppArgs(BaseModel):
     api_key_file: Path | None = Field(
         None, description="A file with one key a line; empty lines and lines that start with # are skipped."
     )
-    session_header: str = Field(
-        "x-session-id",
-        pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="Request header that names the session; case, and - or _, do not matter.",
-    )
-    default_max_tokens: int | None = Field(
-        None, ge=1, description="Longest answer where a request sets no limit. Default: what the context leaves."
-    )
-    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
-    max_session_id_length: int = Field(256, ge=1, le=4096, description="Longest name of a session, in characters.")
-    max_messages: int = Field(4096, ge=1, description="Most messages in a conversation.")
-    max_stop_strings: int = Field(16, ge=1, description="Most stop strings of a request.")
-    max_stop_length: int = Field(512, ge=1, description="Longest stop string, in characters.")
-    max_stop_token_ids: int = Field(256, ge=1, description="Most stop tokens of a request.")
-    max_logit_biases: int = Field(1024, ge=1, description="Most entries of logit_bias.")
-    max_tools: int = Field(128, ge=1, description="Most tools of a request.")
-    max_grammar_bytes: int = Field(
-        256 * 2**10, ge=1, description="Longest grammar that an answer may follow, such as a JSON schema."
-    )
-    max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
-    max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
-    max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
-    max_turns: int | None = Field(
-        None,
-        ge=1,
-        description="Turns that one ingress process takes at a time; beyond it clients get 429. Default: no limit but "
-        "the replicas' queues.",
-    )
-    max_turns_per_key: int | None = Field(None, ge=1, description="The same for one API key.")
     max_stored_responses: int = Field(
         10_000, ge=1, le=10**8, description="Responses kept for previous_response_id, in memory."
     )
@@ -359,25 +329,10 @@ class AppArgs(BaseModel):
     def ingress_settings(self, keys: tuple[SecretStr, ...], *, sampling: SamplingDefaults) -> IngressSettings:
         """`sampling`: the model's own defaults. How long a sequence may be, the replicas say."""
         return IngressSettings(
+            **{name: getattr(self, name) for name in RequestLimits.model_fields},
             model_ids=(self.model_name(),),
             sampling=sampling,
-            default_max_tokens=self.default_max_tokens,
-            max_turns=self.max_turns,
-            max_turns_per_key=self.max_turns_per_key,
             api_keys=tuple(key.get_secret_value() for key in keys),
-            session_header=self.session_header,
-            max_body_bytes=self.max_body_bytes,
-            max_session_id_length=self.max_session_id_length,
-            max_messages=self.max_messages,
-            max_stop_strings=self.max_stop_strings,
-            max_stop_length=self.max_stop_length,
-            max_stop_token_ids=self.max_stop_token_ids,
-            max_logit_biases=self.max_logit_biases,
-            max_tools=self.max_tools,
-            max_grammar_bytes=self.max_grammar_bytes,
-            max_choices=self.max_choices,
-            max_prompts=self.max_prompts,
-            max_top_logprobs=self.max_top_logprobs,
             answers_request_id=False,  # Serve's proxy gives every request an id and adds it to the answer
         )
 

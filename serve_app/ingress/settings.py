@@ -23,7 +23,44 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
 
 
-class IngressSettings(BaseModel):
+class RequestLimits(BaseModel):
+    """What a request may be and hold, as an operator chooses it."""
+
+    session_header: str = Field(
+        "x-session-id",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="Request header that names the session; case, and - or _, do not matter.",
+    )
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT32,
+        description="Longest answer where a request sets no limit. Default: what the context leaves.",
+    )
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
+    max_session_id_length: int = Field(256, ge=1, le=4096, description="Longest name of a session, in characters.")
+    max_messages: int = Field(4096, ge=1, description="Most messages in a conversation.")
+    max_stop_strings: int = Field(16, ge=1, description="Most stop strings of a request.")
+    max_stop_length: int = Field(512, ge=1, description="Longest stop string, in characters.")
+    max_stop_token_ids: int = Field(256, ge=1, description="Most stop tokens of a request.")
+    max_logit_biases: int = Field(1024, ge=1, description="Most entries of logit_bias.")
+    max_tools: int = Field(128, ge=1, description="Most tools of a request.")
+    max_grammar_bytes: int = Field(
+        256 * 2**10, ge=1, description="Longest grammar that an answer may follow, such as a JSON schema."
+    )
+    max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
+    max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
+    max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
+    max_turns: int | None = Field(
+        None,
+        ge=1,
+        description="Turns that one ingress process takes at a time; beyond it clients get 429. Default: no limit but "
+        "the replicas' queues.",
+    )
+    max_turns_per_key: int | None = Field(None, ge=1, description="The same for one API key.")
+
+
+class IngressSettings(RequestLimits):
     """Settings of one front door. A bad value is refused with the field's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -34,46 +71,13 @@ class IngressSettings(BaseModel):
     context_limit: int | None = Field(default=None, ge=1)
     """Longest sequence, prompt and answer together. None: only the engine knows."""
 
-    default_max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
-    """Longest answer where a request sets no limit. None: what the context leaves."""
-
     sampling: SamplingDefaults = SamplingDefaults()
 
     api_keys: tuple[str, ...] = Field(default=(), repr=False)
     """Any of these opens every path; sessions belong to their key. Empty: no key is asked for."""
 
-    session_header: str = Field(default="x-session-id", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Names the session of a request. Case does not matter, nor does `-` for `_`."""
-
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns that this process takes at a time; beyond it 429. None: only the engines' queues bound them."""
-
-    max_turns_per_key: int | None = Field(default=None, ge=1)
-    """The same for one API key."""
-
     answers_request_id: bool = True
     """Answers carry x-request-id. Off behind a proxy that adds it to every answer."""
-
-    max_session_id_length: int = Field(default=256, ge=1, le=4096)
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    max_messages: int = Field(default=4096, ge=1)
-    max_stop_strings: int = Field(default=16, ge=1)
-    max_stop_length: int = Field(default=512, ge=1)
-    max_stop_token_ids: int = Field(default=256, ge=1)
-    max_logit_biases: int = Field(default=1024, ge=1)
-
-    max_tools: int = Field(default=128, ge=1)
-    max_grammar_bytes: int = Field(default=256 * 2**10, ge=1)
-    """Longest grammar, such as a JSON schema, that an answer may follow."""
-
-    max_choices: int = Field(default=8, ge=1, le=1024)
-    """Most answers to one prompt (`n`)."""
-
-    max_prompts: int = Field(default=128, ge=1, le=4096)
-    """Most prompts in one request to /v1/completions."""
-
-    max_top_logprobs: int = Field(default=20, ge=0, le=1024)
-    """Most tokens that are named for each place of an answer."""
 
     retry_after_seconds: float = Field(default=1.0, gt=0, le=3600)
     """Sent with 429 and 503 where the engine names no time of its own."""
