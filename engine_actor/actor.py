@@ -14,12 +14,13 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder, load_decoder
+from engine_actor.deletions import RecentDeletions
 from engine_actor.engine import Engine
 from engine_actor.errors import EngineUnhealthy, UnusableGrammar
 from engine_actor.heartbeat import Snapshot
@@ -99,6 +100,7 @@ class EngineActor:
         self._on_step = on_step
         self._step_bound = StepBound(options.max_step_seconds, options.max_scheduled_tokens)
         self._vocabulary = vocabulary
+        self._deletions = RecentDeletions()
         self._accepting = False
         self._owner: OwnerLoop | None = None
         self._thread: threading.Thread | None = None
@@ -228,8 +230,10 @@ class EngineActor:
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def close_session(self, owner: str, session_id: str) -> bool:
-        """Drops a session and all it holds; False if it is not known here."""
+        """Drops a session and all it holds; False if it is not known here. It is remembered for a while, so that the
+        session does not come back with `adopt`."""
         key = session_key(owner, session_id)
+        self._deletions.note(key)
         return await self._on_owner(lambda loop: loop.close_session(key))
 
     async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
@@ -251,8 +255,21 @@ class EngineActor:
         return await self._on_owner(lambda loop: loop.sessions.take_along(key, most_bytes))
 
     async def adopt(self, moved: MovedSession) -> bool:
-        """Takes over a conversation of another replica; False if it is known here."""
+        """Takes over a conversation of another replica; False if it is known or was deleted here."""
+        if session_key(moved.owner, moved.session_id) in self._deletions:
+            return False
         return await self._on_owner(lambda loop: loop.sessions.adopt(moved))
+
+    def deleted_sessions(self, within: float) -> list[str]:
+        """Keys of the sessions that were deleted here in the last `within` seconds, as far as they are remembered."""
+        return self._deletions.within(within)
+
+    async def forget_moved(self, keys: Sequence[str]) -> None:
+        """These sessions were deleted while they were on their way here: they are dropped if they have come, unless a
+        turn has used them since, and not taken if they have not."""
+        for key in keys:
+            self._deletions.note(key)
+        await self._on_owner(lambda loop: loop.sessions.forget_moved(keys))
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start, and the memory and requests of this moment."""

@@ -30,7 +30,8 @@ class Answer:
 @dataclass(slots=True)
 class Conversation:
     """`request` is None once its memory was evicted; `tokens` then keeps the sequence. `waiting` holds its turns that
-    have not begun, in order; they are in the owner loop's queue."""
+    have not begun, in order; they are in the owner loop's queue. `moved`: it came from another replica, and no turn has
+    used it here."""
 
     key: str
     owner: str
@@ -40,6 +41,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     running: bool = False
+    moved: bool = False
     waiting: deque[Turn] = field(default_factory=deque)
 
     @property

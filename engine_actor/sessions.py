@@ -79,6 +79,7 @@ class SessionTable:
             self._conversations[key] = conversation
         self._conversations.move_to_end(key)
         conversation.last_used = self._clock()
+        conversation.moved = False
         return conversation
 
     def begin(self, turn: TurnRequest, conversation: Conversation | None) -> BegunTurn:
@@ -236,7 +237,8 @@ class SessionTable:
                 return False
             self._drop(known)
         last_used = self._clock() - moved.idle_seconds
-        conversation = Conversation(key, moved.owner, moved.session_id, last_used, tokens=list(moved.tokens))
+        tokens = list(moved.tokens)
+        conversation = Conversation(key, moved.owner, moved.session_id, last_used, tokens=tokens, moved=True)
         conversation.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
         self._conversations[key] = conversation
         for later in [c.key for c in self._conversations.values() if c.last_used > last_used]:
@@ -248,6 +250,13 @@ class SessionTable:
                 conversation.tokens = []
         self._forget_surplus()
         return True
+
+    def forget_moved(self, keys: Sequence[str]) -> None:
+        """Drops those of them that came from another replica and that no turn has used here."""
+        for key in keys:
+            conversation = self._conversations.get(key)
+            if conversation is not None and conversation.moved:
+                self._drop(conversation)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -138,9 +138,17 @@ class EngineDeployment:
         return await self._actor.fork_session(owner, session_id, new_session_id)
 
     async def adopt(self, moved: MovedSession, avoid: tuple[str, ...] = ()) -> bool:
-        """Takes over a conversation of a replica that is stopped; False if it is known here. `avoid` is for the router
-        alone."""
+        """Takes over a conversation of a replica that is stopped; False if it is known or was deleted here. `avoid` is
+        for the router alone."""
         return await self._actor.adopt(moved)
+
+    async def deleted_sessions(self, within: float, only: str) -> list[str]:
+        """Keys of the sessions that were deleted in the last `within` seconds. `only` is for the router alone."""
+        return self._actor.deleted_sessions(within)
+
+    async def forget_moved(self, keys: list[str], only: str) -> None:
+        """What a replica that is stopped has sent here and was deleted meanwhile. `only` is for the router alone."""
+        await self._actor.forget_moved(keys)
 
     async def context_limit(self) -> int:
         """Longest sequence that this replica can hold."""

@@ -127,3 +127,45 @@ async def test_conversations_of_a_replica_that_is_not_needed_go_on_at_the_other_
 
     async with load(http, clients=4):
         await until(lambda: number_is(2), "two replicas under load again")
+
+
+async def test_a_session_that_is_deleted_while_its_replica_is_stopped_stays_deleted(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    """A turn of it runs there, so that the replica is not gone before."""
+    turns: dict[str, asyncio.Task[None]] = {}
+    homes: dict[str, str] = {}
+
+    async def run(name: str) -> None:
+        body = {"prompt": f"{name} likes", "max_tokens": 1500, "ignore_eos": True, "stream": True, "session_id": name}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            homes[name] = response.headers["x-moorage-replica"]
+            async for _ in response.aiter_lines():
+                pass
+
+    async def has_begun(count: int) -> bool:
+        return len(homes) == count
+
+    async with load(http, clients=4):
+        await until(lambda: number_is(2), "two replicas under load")
+        while len(set(homes.values())) < 2:
+            name = f"deleted-{len(turns)}"
+            turns[name] = asyncio.create_task(run(name))
+            await until(lambda: has_begun(len(turns)), "its turn has begun")
+        for name in list(turns)[1:-1]:  # one at each replica is little
+            turns.pop(name).cancel()
+
+    async def one_takes_turns() -> bool:
+        return len(await remembered(engines)) == 1
+
+    await until(one_takes_turns, "one replica is stopped")
+    [survivor] = await remembered(engines)
+    stopped = [name for name in turns if homes[name] != survivor]
+    assert stopped and not any(turns[name].done() for name in stopped)
+    for name in turns:
+        await http.delete(f"/v1/sessions/{name}")
+    assert not any(turns[name].done() for name in stopped), "its turn goes on"
+    for turn in turns.values():
+        turn.cancel()
+    await until(lambda: number_is(1), "it is gone")
+    assert not set(turns) & (await remembered(engines))[survivor]

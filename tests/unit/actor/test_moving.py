@@ -61,12 +61,14 @@ async def test_a_conversation_that_comes_back_takes_the_place_of_what_it_left_be
     other = await start_actor(SyntheticDecoder(vocab=1000), 200)
     await ask(other, turn([5, 9, 14], 1, "s"))
     assert not await other.adopt(longer), "it has been edited here"
-    assert await elsewhere.close_session("public", "s")
-    assert await elsewhere.adopt(moved)
-    assert await elsewhere.adopt(longer)
-    assert [kept.tokens for kept in await elsewhere.dormant_sessions()] == [longer.tokens]
-    assert not await elsewhere.adopt(longer)
-    for actor in (home, elsewhere, other):
+    last = await start_actor(SyntheticDecoder(vocab=1000), 200)
+    assert await last.adopt(moved)
+    assert await last.adopt(longer)
+    assert [kept.tokens for kept in await last.dormant_sessions()] == [longer.tokens]
+    assert not await last.adopt(longer)
+    assert await last.close_session("public", "s")
+    assert not await last.adopt(longer), "it was deleted there"
+    for actor in (home, elsewhere, other, last):
         await actor.check_integrity()
         await actor.stop()
 
