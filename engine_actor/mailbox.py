@@ -9,12 +9,12 @@ from engine_actor.turns import TurnDelta, TurnTokens
 
 
 class Mailbox:
-    """Deltas of one turn, on the event loop; None is the end. A reader that is behind finds the tokens of several steps
-    as one."""
+    """Deltas of one turn for one reader, on the event loop; None is the end. A reader that is behind finds the tokens
+    of several steps as one."""
 
     def __init__(self) -> None:
         self._deltas: deque[TurnDelta | None] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # he waits
 
     def put(self, deltas: list[TurnDelta | None]) -> None:
         for delta in deltas:
@@ -24,10 +24,11 @@ class Mailbox:
                 self._deltas[-1] = TurnTokens(tokens, last.choice, logprobs)
             else:
                 self._deltas.append(delta)
-        self._arrived.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> TurnDelta | None:
         while not self._deltas:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         return self._deltas.popleft()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -48,13 +47,11 @@ class HandleEngineClient:
         self._starts_on_demand = starts_on_demand
         self._context_limit: int | None = None
 
-    async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
+    def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         """See the protocol, and `failover.turn` for what happens when a replica is lost."""
         handle = self._turns.options(session_id=routing_key) if routing_key else self._turns
         turn = FailoverTurn(self._caller, handle, request, self._watch, self._counters, self._placement_timeout)
-        async with aclosing(turn.deltas()) as deltas:
-            async for delta in deltas:
-                yield delta
+        return turn.deltas()
 
     def close(self) -> None:
         """To be called when no turn is open: replicas wait for the channels of those that read from them."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from typing import Any
 
+from serve_app.interruption import Interrupted, Interruption
 from serve_app.routing.known_replicas import KnownReplicas
 
 logger = logging.getLogger("moorage")
@@ -37,7 +38,7 @@ class Place:
 
     def __init__(self, watch: ReplicaWatch) -> None:
         self._watch = watch
-        self._waiting: asyncio.Timeout | None = None
+        self._wait = Interruption()
         self._given_up = False
         self.replica: str | None = None
         self.since = asyncio.get_running_loop().time()
@@ -48,15 +49,10 @@ class Place:
         if self._given_up:
             raise ReplicaSilent
         try:
-            # A timeout without a time costs nothing until it is given one.
-            async with asyncio.timeout_at(deadline) as self._waiting:
-                item = await anext(stream)
-        except TimeoutError:
-            if self._given_up:
-                raise ReplicaSilent from None
-            raise
-        finally:
-            self._waiting = None
+            with self._wait:
+                item = await (anext(stream) if deadline is None else _next_until(stream, deadline))
+        except Interrupted:
+            raise ReplicaSilent from None
         if self.replica is not None:
             self._watch.heard(self.replica)
         return item
@@ -67,8 +63,12 @@ class Place:
 
     def give_up(self) -> None:
         self._given_up = True
-        if self._waiting is not None and not self._waiting.expired():
-            self._waiting.reschedule(asyncio.get_running_loop().time())
+        self._wait.interrupt()
+
+
+async def _next_until(stream: AsyncIterator[Any], deadline: float) -> Any:
+    async with asyncio.timeout_at(deadline):
+        return await anext(stream)
 
 
 class ReplicaWatch:

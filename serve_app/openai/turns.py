@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from engine_actor.turns import (
 )
 from serve_app.ingress.errors import SERVER_ERROR, ApiError, bad_value, context_length_exceeded, refusal
 from serve_app.ingress.settings import IngressSettings
+from serve_app.interruption import Interrupted, Interruption
 from serve_app.openai.choices import ChoiceText, Piece
 from serve_app.openai.identity import TurnIdentity, engine_owner
 from serve_app.openai.protocol import GenerationRequest
@@ -84,27 +84,21 @@ class Cancellation:
 
     def __init__(self) -> None:
         self.requested = False
-        self._waiting: asyncio.Timeout | None = None
+        self._wait = Interruption()
 
     def request(self) -> None:
         self.requested = True
-        if self._waiting is not None:
-            self._waiting.reschedule(asyncio.get_running_loop().time())
+        self._wait.interrupt()
 
     async def next(self, deltas: AsyncGenerator[TurnDelta, None]) -> TurnDelta | None:
         """The next delta; None at the end, or as soon as the turn is to end."""
         if self.requested:
             return None
         try:
-            # A timeout without a time: it costs nothing until it is given one.
-            async with asyncio.timeout(None) as self._waiting:
+            with self._wait:
                 return await anext(deltas, None)
-        except TimeoutError:
-            if not self.requested:
-                raise
+        except Interrupted:
             return None
-        finally:
-            self._waiting = None
 
 
 def make_turn(
