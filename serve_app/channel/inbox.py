@@ -23,7 +23,7 @@ from typing import Protocol
 
 from engine_actor.mailbox import Mailbox
 from engine_actor.turns import TurnDelta
-from serve_app.channel.outbox import Batch
+from serve_app.channel.outbox import Batch, unpack
 
 logger = logging.getLogger("moorage")
 
@@ -142,9 +142,9 @@ class Inboxes:
         batches = self._open_channel(replica, self.reader, channel)
         try:
             async for batch in batches:
-                for number, delta in batch:
+                for number, packed in batch:
                     if number in self._inboxes:  # else its turn was left
-                        self._inboxes[number].put(delta)
+                        self._inboxes[number].put(unpack(packed))
         except BaseException:
             batches.cancel()  # the replica may be there still, and fill it
             raise

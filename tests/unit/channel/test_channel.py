@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_actor.sampling.logprobs import TokenLogprob
 from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
 from serve_app.channel import outbox as outbox_module
 from serve_app.channel.inbox import ChannelLost, Inbox, Inboxes
-from serve_app.channel.outbox import Batch, Outboxes
+from serve_app.channel.outbox import Batch, Outboxes, pack, unpack
 
 
 class Channel:
@@ -291,3 +293,18 @@ async def test_a_turn_that_says_nothing_for_long_keeps_its_channel() -> None:
 
     assert await room.turn(slow()) == [7]
     assert room.opened == 1
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        None,
+        TurnTokens((1, 2)),
+        TurnTokens((1,), choice=2),
+        TurnTokens((1,), 0, (TokenLogprob(1, -0.5, ((1, -0.5),)),)),
+        TurnAccepted("r", 3, 1),
+        TurnEnded(EndReason.LENGTH, 3, 1, 2),
+    ],
+)
+def test_what_is_packed_for_a_channel_is_the_same_at_its_other_end(delta: TurnDelta | None) -> None:
+    assert unpack(pickle.loads(pickle.dumps(pack(delta)))) == delta
