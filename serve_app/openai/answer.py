@@ -6,7 +6,6 @@ an error, a client that leaves before or after the first byte, and the cancellat
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -24,8 +23,6 @@ from serve_app.openai.turns import AnswerEvent, ChoiceEnd, Finished
 
 log = logging.getLogger("moorage.http")
 
-# One encoder for all events: json.dumps with options would build a new one for each.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -80,32 +77,31 @@ class TurnResponse(Response):
         headers = [*_STREAM_HEADERS, *((k.encode(), v.encode("latin-1")) for k, v in replica.items())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-        async def write(*chunks: bytes) -> None:
-            await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
+        async def write(body: bytes, *, more: bool = True) -> None:
+            try:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+            except OSError:
+                raise ClientGone from None  # how some servers say that the client has left
 
+        form, last = self._form, b""
         try:
-            if opening := self._form.opening():
-                await write(*map(_event, opening))
+            if opening := form.opening():
+                await write(opening)
             async for event in events:
                 if isinstance(event, Piece):
-                    await write(_event(self._form.piece(event)))
+                    await write(form.piece(event))
                 elif isinstance(event, ChoiceEnd):
-                    await write(*map(_event, self._form.ended(event)))
+                    await write(form.ended(event))
                 elif isinstance(event, Finished):
                     record_of(scope).count(event.usage.cached_tokens, event.usage.completion_tokens)
-                    await write(*map(_event, self._form.closing(event)), self._form.end)
+                    last = form.closing(event)
+        except ClientGone:
+            raise
         except ApiError as error:
             log.warning("request %s failed after its answer had begun: %s", record_of(scope).request_id, error)
-            await write(*map(_event, self._form.failed(error)))
-        except OSError:
-            raise ClientGone from None  # how some servers say in `send` that the client has left
+            last = form.failed(error)
         except Exception:
             log.exception("request %s failed after its answer had begun", record_of(scope).request_id)
-            await write(*map(_event, self._form.failed(internal_error())))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _event(content: dict[str, object]) -> bytes:
-    """An object that has a type is an event of that name."""
-    name = f"event: {content['type']}\n".encode() if "type" in content else b""
-    return name + b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
+            last = form.failed(internal_error())
+        # A server that has all of an answer says that its client has left, so nothing may come after it.
+        await write(last, more=False)

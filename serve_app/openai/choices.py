@@ -76,7 +76,9 @@ class ChoiceText:
         if self._calls is not None:
             shown, calls = self._calls.push(text)
             return Piece(self._index, shown, calls=tuple(calls))
-        offsets = self._places.take() if self._places is not None else ()
+        if self._places is None:
+            return Piece(self._index, text)
+        offsets = self._places.take()
         return Piece(self._index, text, tuple(PlacedToken(self._logprobs.popleft(), at) for at in offsets))
 
 

@@ -15,34 +15,30 @@ from typing import Protocol
 from serve_app.ingress.errors import ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.logprobs import chat_logprobs, completion_logprobs
+from serve_app.openai.sse import DONE, TextEvents, event, events
 from serve_app.openai.turns import ChoiceEnd, Finished
 from serve_app.text.calls import CallDelta
 from serve_app.text.token_bytes import TokenBytes
 
-DONE = b"data: [DONE]\n\n"
-
 
 class AnswerFormat(Protocol):
-    @property
-    def end(self) -> bytes:
-        """What follows the last event of a stream that did not fail."""
+    """All but `whole` are server-sent events, of which there may be none."""
+
+    def opening(self) -> bytes:
+        """What is sent before any text."""
         ...
 
-    def opening(self) -> list[dict[str, object]]:
-        """Chunks that are sent before any text."""
-        ...
+    def piece(self, piece: Piece) -> bytes: ...
 
-    def piece(self, piece: Piece) -> dict[str, object]: ...
-
-    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
+    def ended(self, end: ChoiceEnd) -> bytes:
         """The chunk with finish_reason of one choice."""
         ...
 
-    def closing(self, finished: Finished) -> list[dict[str, object]]:
+    def closing(self, finished: Finished) -> bytes:
         """What follows when all choices have ended, such as the chunk with usage if it was asked for."""
         ...
 
-    def failed(self, error: ApiError) -> list[dict[str, object]]:
+    def failed(self, error: ApiError) -> bytes:
         """The last events of a stream that can't go on."""
         ...
 
@@ -55,7 +51,7 @@ def now() -> int:
     return int(time.time())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatFormat:
     """include_usage   a last chunk without choices carries usage, and all others say null for it
     spelling           of tokens, where logprobs were asked for
@@ -67,27 +63,32 @@ class ChatFormat:
     spelling: TokenBytes | None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
-    end: bytes = DONE
+    _texts: TextEvents = field(init=False)
 
-    def opening(self) -> list[dict[str, object]]:
-        return [self._chunk(choice, {"role": "assistant", "content": ""}) for choice in range(self.choices)]
+    def __post_init__(self) -> None:
+        self._texts = TextEvents(lambda choice: self._chunk(choice, {"content": ""}))
 
-    def piece(self, piece: Piece) -> dict[str, object]:
+    def opening(self) -> bytes:
+        return events([self._chunk(choice, {"role": "assistant", "content": ""}) for choice in range(self.choices)])
+
+    def piece(self, piece: Piece) -> bytes:
+        if not piece.tokens and not piece.calls:
+            return self._texts.event(piece.choice, piece.text)
         delta: dict[str, object] = {"content": piece.text} if piece.text or not piece.calls else {}
         if piece.calls:
             delta["tool_calls"] = [_call_chunk(call) for call in piece.calls]
-        return self._chunk(piece.choice, delta, self._logprobs(piece) if piece.tokens else None)
+        return event(self._chunk(piece.choice, delta, self._logprobs(piece) if piece.tokens else None))
 
-    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
-        return [self._chunk(end.choice, {}, reason=end.reason)]
+    def ended(self, end: ChoiceEnd) -> bytes:
+        return event(self._chunk(end.choice, {}, reason=end.reason))
 
-    def closing(self, finished: Finished) -> list[dict[str, object]]:
+    def closing(self, finished: Finished) -> bytes:
         if not self.include_usage:
-            return []
-        return [self._head("chat.completion.chunk") | {"choices": [], "usage": finished.usage.shown()}]
+            return DONE
+        return event(self._head("chat.completion.chunk") | {"choices": [], "usage": finished.usage.shown()}) + DONE
 
-    def failed(self, error: ApiError) -> list[dict[str, object]]:
-        return [error.envelope()]
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.envelope())
 
     def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
         choices = [
@@ -132,7 +133,7 @@ def _call_chunk(call: CallDelta) -> dict[str, object]:
     return {"index": call.index, "id": call.id, "type": "function", "function": begun}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionFormat:
     """The same object name, streamed or not, as the API has it.
 
@@ -145,24 +146,29 @@ class CompletionFormat:
     echoes: Sequence[str]
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
-    end: bytes = DONE
+    _texts: TextEvents = field(init=False)
 
-    def opening(self) -> list[dict[str, object]]:
-        return [self._chunk(choice, echo) for choice, echo in enumerate(self.echoes) if echo]
+    def __post_init__(self) -> None:
+        self._texts = TextEvents(lambda choice: self._chunk(choice, ""))
 
-    def piece(self, piece: Piece) -> dict[str, object]:
-        return self._chunk(piece.choice, piece.text, self._logprobs(piece) if piece.tokens else None)
+    def opening(self) -> bytes:
+        return events([self._chunk(choice, echo) for choice, echo in enumerate(self.echoes) if echo])
 
-    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
-        return [self._chunk(end.choice, "", reason=end.reason)]
+    def piece(self, piece: Piece) -> bytes:
+        if not piece.tokens:
+            return self._texts.event(piece.choice, piece.text)
+        return event(self._chunk(piece.choice, piece.text, self._logprobs(piece)))
 
-    def closing(self, finished: Finished) -> list[dict[str, object]]:
+    def ended(self, end: ChoiceEnd) -> bytes:
+        return event(self._chunk(end.choice, "", reason=end.reason))
+
+    def closing(self, finished: Finished) -> bytes:
         if not self.include_usage:
-            return []
-        return [self._head() | {"choices": [], "usage": finished.usage.shown()}]
+            return DONE
+        return event(self._head() | {"choices": [], "usage": finished.usage.shown()}) + DONE
 
-    def failed(self, error: ApiError) -> list[dict[str, object]]:
-        return [error.envelope()]
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.envelope())
 
     def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
         choices = [

@@ -11,6 +11,7 @@ from serve_app.ingress.errors import ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
 from serve_app.openai.responses_protocol import ResponsesRequest
+from serve_app.openai.sse import event, events
 from serve_app.openai.structured import WantedText
 from serve_app.openai.turns import CANCELLED, ChoiceEnd, Finished, Usage
 
@@ -31,46 +32,49 @@ class ResponseFormat:
     top_p: float
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
-    end: bytes = b""
     _message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     _pieces: list[str] = field(default_factory=list)
     _sent: int = 0
 
-    def opening(self) -> list[dict[str, object]]:
+    def opening(self) -> bytes:
         begun = self.unfinished(IN_PROGRESS)
-        return [
-            self._event("response.created", response=begun),
-            self._event("response.in_progress", response=begun),
-            self._event("response.output_item.added", output_index=0, item=self._message(IN_PROGRESS, [])),
-            self._part_event("response.content_part.added", part=_text_part("")),
-        ]
+        return events(
+            [
+                self._event("response.created", response=begun),
+                self._event("response.in_progress", response=begun),
+                self._event("response.output_item.added", output_index=0, item=self._message(IN_PROGRESS, [])),
+                self._part_event("response.content_part.added", part=_text_part("")),
+            ]
+        )
 
-    def piece(self, piece: Piece) -> dict[str, object]:
+    def piece(self, piece: Piece) -> bytes:
         self._pieces.append(piece.text)
-        return self._part_event("response.output_text.delta", delta=piece.text, logprobs=[])
+        return event(self._part_event("response.output_text.delta", delta=piece.text, logprobs=[]))
 
-    def ended(self, end: ChoiceEnd) -> list[dict[str, object]]:
+    def ended(self, end: ChoiceEnd) -> bytes:
         """A response has one answer: its end is told in `closing`."""
-        return []
+        return b""
 
-    def closing(self, finished: Finished) -> list[dict[str, object]]:
+    def closing(self, finished: Finished) -> bytes:
         text = "".join(self._pieces)
         whole = self.whole([Piece(0, text)], finished)
         (reason,) = finished.reasons
         item = self._message(_item_status(_STATUS[reason]), [_text_part(text)])
         # The API has no event of its own for a response that was cancelled.
         last = "response.completed" if whole["status"] == COMPLETED else "response.incomplete"
-        return [
-            self._part_event("response.output_text.done", text=text, logprobs=[]),
-            self._part_event("response.content_part.done", part=_text_part(text)),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(last, response=whole),
-        ]
+        return events(
+            [
+                self._part_event("response.output_text.done", text=text, logprobs=[]),
+                self._part_event("response.content_part.done", part=_text_part(text)),
+                self._event("response.output_item.done", output_index=0, item=item),
+                self._event(last, response=whole),
+            ]
+        )
 
-    def failed(self, error: ApiError) -> list[dict[str, object]]:
+    def failed(self, error: ApiError) -> bytes:
         said: dict[str, object] = {"code": "server_error", "message": error.message}
         output = [self._message(INCOMPLETE, [_text_part("".join(self._pieces))])]
-        return [self._event("response.failed", response=self._response(FAILED, output=output, error=said))]
+        return event(self._event("response.failed", response=self._response(FAILED, output=output, error=said)))
 
     def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
         (answer,), (reason,) = answers, finished.reasons
@@ -132,9 +136,8 @@ class ResponseFormat:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: object) -> dict[str, object]:
-        event = {"type": kind, "sequence_number": self._sent, **fields}
         self._sent += 1
-        return event
+        return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
 
 def as_json(shown: dict[str, object]) -> str:

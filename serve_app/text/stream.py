@@ -55,6 +55,8 @@ class StopMatcher:
         """Text that is safe to show; after a match, what stood before the stop string, and nothing more."""
         if self.matched or not text:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
