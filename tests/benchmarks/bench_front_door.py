@@ -1,10 +1,13 @@
 """What lies between an engine and its client: added latency, and streamed tokens/s, at 1, 16 and 64 streams.
 
-    python -m tests.benchmarks.bench_front_door [--new 256] [--streams 1,16,64] [--rounds 3]
+    python -m tests.benchmarks.bench_front_door [--new 256] [--streams 1,16,64] [--rounds 3] [--step 5]
 
 The engine makes one token for every turn each 5 ms and costs nothing, so that all time is the way. Compared are the
 engine called in the same process, the same API behind a bare uvicorn, and Moorage on Ray Serve: behind Serve's proxy in
 Python, and behind HAProxy in its place. Each runs alone, with the client in a process of its own, on 127.0.0.1.
+
+Below each way is the CPU time of its processes: for a token at each number of streams, and for a request without
+tokens. Where all ways keep up with the engine, a shorter step (--step, in ms) shows what they can carry.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +34,7 @@ import httpx
 from engine_actor.options import SamplingParams
 from engine_actor.turns import TurnRequest, TurnTokens
 from serve_app.model_store import resolve_model
+from tests.benchmarks.process_cpu import cpu_seconds
 
 MODEL = "smollm2"
 _TEXT = re.compile(rb'"content":"[^"]')
@@ -48,7 +53,7 @@ class Measured:
 # -- servers: this module again, in a process of its own --------------------------------------------------------------
 
 
-def serve_bare(port: int) -> None:
+def serve_bare(port: int, step: float) -> None:
     import uvicorn
 
     from serve_app.config import AppArgs
@@ -57,16 +62,17 @@ def serve_bare(port: int) -> None:
     from serve_app.responses.memory_store import MemoryResponseStore
     from serve_app.text.prompts import PromptBuilder
     from serve_app.text.tokenizer import load_tokenizer
-    from tests.support.paced_engine import PacedClient
+    from tests.support import paced_engine
 
+    paced_engine.STEP_SECONDS = step
     args, path = AppArgs(model=MODEL), resolve_model(MODEL)
     settings = args.ingress_settings((), sampling=sampling_defaults(path))
     store = MemoryResponseStore(args.store_limits())
-    app = create_app(settings, PacedClient(), PromptBuilder(load_tokenizer(path)), store)
+    app = create_app(settings, paced_engine.PacedClient(), PromptBuilder(load_tokenizer(path)), store)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
-def serve_moorage(port: int) -> None:
+def serve_moorage(port: int, step: float) -> None:
     from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
 
     prepare_environment()  # before ray is imported
@@ -76,6 +82,7 @@ def serve_moorage(port: int) -> None:
     from serve_app.config import AppArgs
     from tests.support import paced_engine
 
+    paced_engine.STEP_SECONDS = step
     cloudpickle.register_pickle_by_value(paced_engine)
     session = start_ray(None)
     try:
@@ -87,8 +94,8 @@ def serve_moorage(port: int) -> None:
 
 
 @contextmanager
-def server(way: str) -> Iterator[int]:
-    """The port of a server that answers."""
+def server(way: str, step: float) -> Iterator[tuple[int, int]]:
+    """The port of a server that answers, and its process."""
     port, statistics_port, metrics_port = _free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         haproxy = {
@@ -102,6 +109,7 @@ def server(way: str) -> Iterator[int]:
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
         command = [sys.executable, "-m", "tests.benchmarks.bench_front_door", "--serve", way, "--port", str(port)]
+        command += ["--step", str(step)]
         environment = {**os.environ, **(haproxy if way == WAYS[2] else {})}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parents[2], env=environment)
         try:
@@ -110,7 +118,7 @@ def server(way: str) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"{way}: the server did not become ready")
                 time.sleep(0.3)
-            yield port
+            yield port, process.pid
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -171,10 +179,11 @@ async def over_http(port: int, streams: int, new: int) -> Measured:
     return Measured(first, tokens, time.perf_counter() - begun)
 
 
-async def in_process(streams: int, new: int) -> Measured:
-    from tests.support.paced_engine import PacedActor
+async def in_process(streams: int, new: int, step: float) -> Measured:
+    from tests.support import paced_engine
 
-    actor = PacedActor("here")
+    paced_engine.STEP_SECONDS = step / 1e3
+    actor = paced_engine.PacedActor("here")
     first: list[float] = []
 
     async def one() -> int:
@@ -202,19 +211,33 @@ def row(way: str, streams: int, rounds: list[Measured], bare: float | None) -> f
     return best
 
 
-def measure(streams: list[int], new: int, rounds: int) -> None:
+def measure(streams: list[int], new: int, rounds: int, step: float) -> None:
     print(f"{'':24}{'streams':>8}{'tokens/s':>12}{'of bare':>9}{'TTFT p50 ms':>13}{'TTFT p99 ms':>13}")
     for count in streams:
-        row("the engine itself", count, [asyncio.run(in_process(count, new)) for _ in range(rounds)], None)
+        row("the engine itself", count, [asyncio.run(in_process(count, new, step)) for _ in range(rounds)], None)
     bare: dict[int, float] = {}
     for way in WAYS:
-        with server(way) as port:
+        with server(way, step) as (port, pid):
             for count in (1, max(streams)):  # connections, channels and code that is used for the first time
                 asyncio.run(over_http(port, count, 32))
+            costs = []
             for count in streams:
+                before = cpu_seconds(pid)
                 results = [asyncio.run(over_http(port, count, new)) for _ in range(rounds)]
+                costs.append((f"us a token at {count}", cpu_seconds(pid) - before, 1e6 / (rounds * count * new)))
                 best = row(way, count, results, bare.get(count))
                 bare.setdefault(count, best)
+            before = cpu_seconds(pid)
+            for _ in range(rounds):
+                asyncio.run(over_http(port, max(streams), 1))
+            costs.append(("ms a request", cpu_seconds(pid) - before, 1e3 / (rounds * max(streams))))
+            for what, spent, scale in costs:
+                cpu_row(what, spent, scale)
+
+
+def cpu_row(what: str, spent: Counter[str], scale: float) -> None:
+    shown = "  ".join(f"{name} {seconds * scale:.1f}" for name, seconds in spent.most_common())
+    print(f"    CPU {what:20} {shown}", flush=True)
 
 
 def main() -> None:
@@ -222,15 +245,16 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--streams", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--step", type=float, default=5.0, help="milliseconds between two tokens of the engine")
     parser.add_argument("--serve", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve == WAYS[0]:
-        serve_bare(args.port)
+        serve_bare(args.port, args.step / 1e3)
     elif args.serve:
-        serve_moorage(args.port)
+        serve_moorage(args.port, args.step / 1e3)
     else:
-        measure([int(part) for part in args.streams.split(",")], args.new, args.rounds)
+        measure([int(part) for part in args.streams.split(",")], args.new, args.rounds, args.step)
 
 
 if __name__ == "__main__":
