@@ -3,6 +3,10 @@
 job (this process)                               actors
 ASGI app -> PoolClient -- whole turn -->  BatchEngine: EngineActor, one GPU
                        <- all deltas --
+
+An engine whose process dies, which fails, or which hangs is lost. Its turns go to the others, and Ray starts it again
+in a new process; a few times, and as often again once it has answered something. One that is lost for good leaves the
+pool.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -20,9 +24,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.turns import (
+    EndReason,
     ForkOutcome,
     RefusalCode,
     SessionInfo,
+    TurnAccepted,
     TurnDelta,
     TurnEnded,
     TurnRefused,
@@ -34,9 +40,11 @@ from serve_app.config import AppArgs
 from serve_app.model_store import resolve_model
 from serve_app.text.tokenizer import load_tokenizer
 
-_RESTARTS = 3
-_TRIES = 5
+_REPLACEMENTS = 3  # of an engine, without an answer in between
+_LOSSES = 3  # engines that a turn may cost
+_START_TRIES = 5  # while Ray has not noticed yet that a process is gone, or has no place for the next one
 _PAUSE_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 
 
@@ -50,7 +58,7 @@ class BatchEngine:
         """The longest sequence, when the model is loaded. A second call waits for the first one."""
         if not hasattr(self, "_starting"):
             self._starting = asyncio.create_task(self._start())
-        return await self._starting
+        return await asyncio.shield(self._starting)
 
     async def _start(self) -> int:
         from engine_actor.actor import EngineActor
@@ -63,49 +71,140 @@ class BatchEngine:
         return self._actor.context_length
 
     async def run_turn(self, request: TurnRequest) -> list[TurnDelta]:
+        """Ends as unavailable where the engine hangs."""
         await self.start()  # an actor that Ray has restarted is empty
+        turn = asyncio.create_task(self._run(request))
+        try:
+            while not (await asyncio.wait([turn], timeout=_LOOK_SECONDS))[0]:
+                if (failure := self._actor.failure()) is not None:
+                    return [TurnRefused(RefusalCode.UNAVAILABLE, failure)]
+            return await turn
+        finally:
+            turn.cancel()
+
+    async def _run(self, request: TurnRequest) -> list[TurnDelta]:
         async with aclosing(self._actor.stream_turn(request)) as deltas:
             return [delta async for delta in deltas]
 
 
+class _Lost(Exception):
+    """The engine that had the turn, and whether its process is there still."""
+
+    def __init__(self, why: str, *, process_is_there: bool) -> None:
+        super().__init__(why)
+        self.process_is_there = process_is_there
+
+
+@dataclass(eq=False, slots=True)
+class _Engine:
+    actor: ActorHandle
+    number: int
+    open: int = 0
+    ready: bool = True
+    lives: int = 1
+    losses: int = 0  # since its last answer
+
+
 class PoolClient:
     """Implements `serve_app.ingress.engine_client.EngineClient` over a pool: the engine with the fewest turns takes the
-    next one. A turn that loses its engine goes to the others first, since one that fails at once has the fewest turns
-    for ever."""
+    next one. While none is ready, turns wait for one that is started again."""
 
-    def __init__(self, engines: Sequence[ActorHandle], context_limit: int) -> None:
-        self._open = dict.fromkeys(engines, 0)
+    def __init__(self, actors: Sequence[ActorHandle], context_limit: int) -> None:
+        self._engines = [_Engine(actor, number) for number, actor in enumerate(actors, start=1)]
         self._context_limit = context_limit
+        self._news = asyncio.Condition()
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._last_loss = ""
 
     async def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         """See the protocol. All deltas come at once, at the end."""
-        lost: set[ActorHandle] = set()
-        for attempt in range(_TRIES):
-            if len(lost) == len(self._open):
-                await asyncio.sleep(_PAUSE_SECONDS * attempt)
-                lost.clear()
-            engine = min((e for e in self._open if e not in lost), key=self._open.__getitem__)
-            self._open[engine] += 1
-            answer = engine.run_turn.remote(request)
-            done = False
+        for _ in range(_LOSSES):
+            if (engine := await self._free_engine()) is None:
+                text = f"the engines of this job are lost: {self._last_loss}"
+                yield TurnRefused(RefusalCode.UNAVAILABLE, text, retry_after=1.0)
+                return
+            life = engine.lives
             try:
-                deltas: list[TurnDelta] = await answer
-                done = True
-            except RayActorError:
-                done = True
-                lost.add(engine)
+                deltas = await self._run(engine, request)
+            except _Lost as lost:
+                if engine.lives == life:  # else another turn has told it already
+                    self._note_loss(engine, lost)
                 continue
-            finally:
-                self._open[engine] -= 1
-                if not done:
-                    ray.cancel(answer)
-            if _stopped(deltas[-1]):
-                lost.add(engine)
-                continue
+            if engine.lives == life:
+                engine.losses = 0
             for delta in deltas:
                 yield delta
             return
-        yield TurnRefused(RefusalCode.UNAVAILABLE, "the engines of this job are lost", retry_after=10.0)
+        # It may be to blame: that is a failure, and no lack of engines.
+        yield TurnAccepted("", request.prompt_tokens, 0)
+        for choice in range(request.choices):
+            text = f"{_LOSSES} engines were lost that had this request: {self._last_loss}"
+            yield TurnEnded(EndReason.FAILED, request.prompt_tokens, 0, 0, text, choice)
+
+    async def _free_engine(self) -> _Engine | None:
+        """None if there is no engine any more."""
+        async with self._news:
+            await self._news.wait_for(lambda: not self._engines or any(engine.ready for engine in self._engines))
+        return min((engine for engine in self._engines if engine.ready), key=lambda engine: engine.open, default=None)
+
+    async def _run(self, engine: _Engine, request: TurnRequest) -> list[TurnDelta]:
+        """Raises _Lost with the reason."""
+        answer = engine.actor.run_turn.remote(request)
+        done = False
+        engine.open += 1
+        try:
+            deltas: list[TurnDelta] = await answer
+            done = True
+        except RayActorError as error:
+            done = True
+            raise _Lost(_first_line(error), process_is_there=False) from None
+        finally:
+            engine.open -= 1
+            if not done:
+                ray.cancel(answer)
+        if (failure := _failure(deltas[-1])) is not None:
+            raise _Lost(failure, process_is_there=True)
+        return deltas
+
+    def _note_loss(self, engine: _Engine, lost: _Lost) -> None:
+        self._last_loss = str(lost)
+        engine.ready = False
+        engine.lives += 1
+        engine.losses += 1
+        task = asyncio.create_task(self._replace(engine, lost))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, engine: _Engine, lost: _Lost) -> None:
+        if engine.losses <= _REPLACEMENTS:
+            say(f"engine {engine.number} is lost, and is started again ({engine.losses} of {_REPLACEMENTS}): {lost}")
+            if lost.process_is_there:
+                ray.kill(engine.actor, no_restart=False)
+            engine.ready = await self._starts(engine)
+        if not engine.ready:
+            ray.kill(engine.actor)
+            self._engines.remove(engine)
+            say(f"engine {engine.number} is lost for good, and {len(self._engines)} are left: {self._last_loss}")
+        async with self._news:
+            self._news.notify_all()
+
+    async def _starts(self, engine: _Engine) -> bool:
+        for attempt in range(1, _START_TRIES + 1):
+            await asyncio.sleep(_PAUSE_SECONDS * attempt)
+            starting = asyncio.ensure_future(engine.actor.start.remote())
+            while not (await asyncio.wait([starting], timeout=_PATIENCE_SECONDS))[0]:
+                say(f"engine {engine.number} is not ready yet")
+            try:
+                starting.result()
+            except RayActorError as error:
+                self._last_loss = _first_line(error)
+            except RayTaskError as error:
+                self._last_loss = f"{type(error.cause).__name__}: {error.cause}"
+                break
+            else:
+                say(f"engine {engine.number} is ready again")
+                return True
+        return False
 
     async def sessions(self, owner: str) -> list[SessionInfo]:
         return []
@@ -123,11 +222,15 @@ class PoolClient:
         return self._context_limit
 
 
-def _stopped(last: TurnDelta) -> bool:
-    """Whether the turn ended since its engine had stopped."""
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _failure(last: TurnDelta) -> str | None:
+    """Why the engine that ended a turn so can run no other; None if it can."""
     if isinstance(last, TurnRefused):
-        return last.code is RefusalCode.UNAVAILABLE
-    return isinstance(last, TurnEnded) and last.resumable
+        return last.message if last.code is RefusalCode.UNAVAILABLE else None
+    return last.message if isinstance(last, TurnEnded) and last.resumable else None
 
 
 async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
@@ -137,7 +240,7 @@ async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
     options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
     actor = ray.remote(BatchEngine).options(
         **resources,
-        max_restarts=_RESTARTS,
+        max_restarts=-1,  # the pool counts
         max_concurrency=options.queue_limit + options.running_limit,
     )
     engines: list[Any] = [actor.remote(options) for _ in range(args.replicas)]

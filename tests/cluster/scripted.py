@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from engine_actor.turns import (
 )
 from serve_app.channel.outbox import Outboxes
 from serve_app.deployments import EngineDeployment
+from serve_app.jobs.pool import BatchEngine
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 
 Deploy = Callable[..., DeploymentHandle]
@@ -130,6 +132,21 @@ class MortalEngine(EngineDeployment):
 
 def _break() -> None:
     raise RuntimeError("broken by a test")
+
+
+def _hang() -> None:
+    time.sleep(600)
+
+
+class MortalBatchEngine(BatchEngine):
+    """That of a batch job, which can be killed, or broken or hung up in its owner thread."""
+
+    async def process(self) -> int:
+        return os.getpid()
+
+    async def harm(self, how: str) -> None:
+        assert self._actor._owner is not None
+        self._actor._owner.post({"break": _break, "hang": _hang}[how])
 
 
 class MeasuredEngine(EngineDeployment):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,11 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy
+from scripted import Deploy, MortalBatchEngine
 
+from engine_actor.options import SamplingParams
+from engine_actor.turns import EndReason, TurnEnded, TurnRequest, TurnTokens
+from serve_app.config import AppArgs
+from serve_app.jobs import pool as pool_module
+from serve_app.jobs.pool import PoolClient
 from serve_app.local_ray import APPLICATION
 
 pytestmark = pytest.mark.timeout(400)
@@ -30,7 +37,7 @@ TOTAL = 12
 
 @pytest.fixture(scope="module")
 def engines(deploy: Deploy) -> DeploymentHandle:
-    return deploy(replicas=1, kv_memory="64MiB", threads=1)
+    return deploy(replicas=1, kv_memory="64MiB", threads=1, cpus_per_replica=1.0)
 
 
 @pytest.fixture
@@ -82,6 +89,13 @@ def wait_for_lines(files: Path, count: int, process: subprocess.Popen[str]) -> N
         time.sleep(0.01)
 
 
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[0].startswith("ray::BatchEngine")
+    except (psutil.Error, IndexError):
+        return False
+
+
 def test_a_job_goes_on_where_it_was_however_it_ended_and_whose_engines_it_has(
     engines: DeploymentHandle, files: Path
 ) -> None:
@@ -106,10 +120,14 @@ def test_a_job_goes_on_where_it_was_however_it_ended_and_whose_engines_it_has(
     before = done(files)
     assert len(before) < TOTAL
 
-    with job(files, "--kv-memory", "64MiB") as last:  # with a Ray and an engine of its own
+    with job(files, "--kv-memory", "64MiB") as last:  # with a Ray and an engine of its own, which is killed
+        wait_for_lines(files, len(before) + 1, last)
+        [engine] = [p for p in psutil.Process(last.pid).children(recursive=True) if _is_engine(p)]
+        engine.kill()
         printed, _ = last.communicate(timeout=DEADLINE_SECONDS)
         assert last.returncode == 0, printed
     assert not (files / "out.jsonl.partial").exists()
+    assert "engine 1 is lost, and is started again (1 of 3)" in printed and "engine 1 is ready again" in printed
     records = [json.loads(text) for text in (files / "out.jsonl").read_bytes().splitlines()]
     assert f"{TOTAL - len(BAD)} lines answered, {len(BAD)} failed ({len(before)} lines by an earlier run)" in printed
 
@@ -123,3 +141,47 @@ def test_a_job_goes_on_where_it_was_however_it_ended_and_whose_engines_it_has(
         else:
             assert (record["custom_id"], record["error"]) == (f"c{number}", None)
             assert record["response"]["body"]["usage"]["completion_tokens"] == 40
+
+
+async def told(pool: PoolClient, number: int) -> list[int]:
+    prompt = tuple(range(1000 + 10 * number, 1040 + 10 * number))
+    request = TurnRequest(f"r{number}", "public", None, prompt, SamplingParams(), 60, ignore_eos=True)
+    deltas = [delta async for delta in pool.stream_turn(request, routing_key=None)]
+    assert isinstance(deltas[-1], TurnEnded) and deltas[-1].reason is EndReason.LENGTH, deltas[-1]
+    return [token for delta in deltas if isinstance(delta, TurnTokens) for token in delta.token_ids]
+
+
+async def test_engines_of_a_job_that_break_hang_or_are_killed_are_replaced_and_their_lines_are_done(
+    engines: DeploymentHandle, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pool_module, "say", said.append)
+    monkeypatch.setattr(pool_module, "BatchEngine", MortalBatchEngine)
+    args = {"model": str(smollm2_path), "kv_memory": "64MiB", "threads": 1, "cpus_per_replica": 0.1, "replicas": 2}
+    pool = await pool_module.start_pool(AppArgs.model_validate({**args, "max_step_seconds": 5.0}), lambda _: None)
+    try:
+        expected = await asyncio.gather(*(told(pool, number) for number in range(8)))
+        for how in ("break", "hang", "kill"):
+            said.clear()
+            running = asyncio.gather(*(told(pool, number) for number in range(8)))
+            victim = pool._engines[0]
+            while not victim.open:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert not running.done()
+            if how == "kill":
+                os.kill(await victim.actor.process.remote(), signal.SIGKILL)
+            else:
+                await victim.actor.harm.remote(how)
+            assert await running == expected, how
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                while pool._replacing:
+                    await asyncio.sleep(0.1)
+            assert [line.partition(":")[0] for line in said] == [
+                "engine 1 is lost, and is started again (1 of 3)",
+                "engine 1 is ready again",
+            ]
+            assert await asyncio.gather(*(told(pool, number) for number in range(8))) == expected
+    finally:
+        for engine in pool._engines:
+            ray.kill(engine.actor)
