@@ -277,11 +277,11 @@ class EngineActor:
         return {name: float(value) for name, value in stats.items()}
 
     def routing_stats(self) -> dict[str, object]:
-        """What routers need: resident sessions by key, load in turns, free blocks, and whether turns are taken.
-        Read from the owner's last snapshot, so it never waits for a step."""
+        """What routers need: tokens of the resident sessions by key, load in turns, free blocks, and whether turns are
+        taken. Read from the owner's last snapshot, so it never waits for a step."""
         snapshot = self._snapshot()
         return {
-            "sessions": list(snapshot.sessions),
+            "sessions": dict(snapshot.sessions),
             "load": snapshot.running + snapshot.waiting,
             "free_blocks": snapshot.free_blocks,
             "accepting": self._accepting and self.failure() is None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SNAPSHOT_SECONDS = 0.1
@@ -12,7 +13,7 @@ SNAPSHOT_SECONDS = 0.1
 class Snapshot:
     """What routers want to know, as of the last rounds."""
 
-    sessions: tuple[str, ...] = ()
+    sessions: Mapping[str, int] = field(default_factory=dict)  # tokens of those that are resident, by key
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0

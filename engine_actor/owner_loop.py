@@ -151,7 +151,7 @@ class OwnerLoop:
             return
         stats = self.engine.stats()
         beat.snapshot = Snapshot(
-            tuple(self.sessions.resident_keys()),
+            self.sessions.residents(),
             stats["running"],
             stats["waiting"] + len(self.waiting.queue),
             self.engine.available_blocks,
@@ -210,7 +210,7 @@ class OwnerLoop:
             **self.sessions.evictions,
             "tokens_due": engine["tokens_due"] + sum(turn.tokens_due for turn in self.waiting.queue),
             "blocks_active": self.engine.active_blocks(),
-            "sessions": len(self.sessions.resident_keys()),
+            "sessions": len(self.sessions.residents()),
             "waiting_turns": len(self.waiting.queue),
             "waiting_sequences": self.waiting.queue.sequences,
         }

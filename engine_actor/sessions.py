@@ -243,7 +243,7 @@ class SessionTable:
         self._conversations[key] = conversation
         for later in [c.key for c in self._conversations.values() if c.last_used > last_used]:
             self._conversations.move_to_end(later)
-        if moved.kv is not None and len(self.resident_keys()) < self._max_sessions:
+        if moved.kv is not None and len(self.residents()) < self._max_sessions:
             options = RequestOptions(salt=moved.owner.encode())
             conversation.request = self._engine.restore_request(conversation.tokens, moved.kv, options)
             if conversation.request is not None:
@@ -343,8 +343,14 @@ class SessionTable:
         conversation = self._conversations.get(session_key(turn.owner, turn.session_id))
         return 0 if conversation is None else conversation.open_turns
 
-    def resident_keys(self) -> list[str]:
-        return [c.key for c in self._conversations.values() if c.request is not None]
+    def residents(self) -> dict[str, int]:
+        """Tokens of each resident conversation, by its key; of one that runs, those of its prompt, so that the number
+        changes with a turn and not with a step."""
+        return {
+            c.key: c.answers[-1].start if c.running else c.request.current_length
+            for c in self._conversations.values()
+            if c.request is not None
+        }
 
     def infos(self, owner: str | None) -> list[SessionInfo]:
         """Resident conversations of one owner, or of all."""

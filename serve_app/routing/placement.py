@@ -4,8 +4,10 @@ answer.
 The rule:
 
 1.  A turn with a routing key has a *home*. It is the replica that holds the conversation (when several do,
-    the one this process sent it to last, else the first of them by rank); else the replica this process sent
-    it to last; else the first by rank.
+    the one that holds most of it, which is nearly always the newest; among equals the one this process sent
+    it to last, else the first of them by rank); else the replica this process sent it to last; else the first
+    by rank. So all processes go to the same one, and an older copy, which a turn left that moved, is not
+    taken for the newer one in turns.
 2.  *Rank* is the rendezvous hash: replicas ordered by blake2b(key, replica id). It needs no state. A replica
     that joins takes only those keys for which it comes first; one that leaves gives up only its own.
 3.  The home is left for this turn when it does not accept turns, has refused this one or is silent (DETOUR),
@@ -44,13 +46,13 @@ class ReplicaView:
     """What is known of a replica when a turn is placed.
 
     load       turns there, running and waiting
-    resident   it holds this turn's conversation
+    resident   tokens that it holds of this turn's conversation
     accepting  it takes new turns, has not refused this one, and gives signs of life
     """
 
     replica_id: str
     load: int = 0
-    resident: bool = False
+    resident: int = 0
     accepting: bool = True
 
 
@@ -133,9 +135,9 @@ def place(
 
 
 def _from_home(rank: list[str], views: dict[str, ReplicaView], table_home: str | None) -> tuple[list[str], Reason]:
-    """Holders (the table's first), then the table's home, then the rest by rank."""
+    """Holders (of most first, of as much the table's), then the table's home, then the rest by rank."""
     holders = [r for r in rank if views[r].resident]
-    holders.sort(key=lambda r: r != table_home)
+    holders.sort(key=lambda r: (-views[r].resident, r != table_home))
     remembered = [r for r in rank if r == table_home and r not in holders]
     order = holders + remembered
     reason = Reason.RESIDENT if holders else Reason.TABLE if remembered else Reason.RENDEZVOUS

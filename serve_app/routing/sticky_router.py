@@ -37,7 +37,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._table: OrderedDict[str, str] = OrderedDict()
-        self._resident: dict[str, frozenset[str]] = {}
+        self._resident: dict[str, Mapping[str, int]] = {}
         self._known = known_replicas(self._deployment_id.app_name, self._deployment_id.name)
         self._decisions = Counter(
             "moorage_routing_decisions",
@@ -71,9 +71,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         """Called for every change of the set and for every report."""
         super().update_replicas(replicas)
         before = self._resident.keys()
-        self._resident = {
-            replica.replica_id.unique_id: frozenset(_report(replica).get("sessions", ())) for replica in replicas
-        }
+        self._resident = {replica.replica_id.unique_id: _report(replica).get("sessions", {}) for replica in replicas}
         self._forget(before - self._resident.keys())
         self._known.set_running(self._resident)
 
@@ -123,7 +121,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         return ReplicaView(
             replica_id=name,
             load=int(report.get("load", 0)) if in_flight is None else in_flight,
-            resident=key is not None and key in self._resident.get(name, ()),
+            resident=self._resident.get(name, {}).get(key, 0) if key is not None else 0,
             accepting=bool(report.get("accepting", True)) and name not in refused | self._known.silent,
         )
 

@@ -88,7 +88,8 @@ class ScriptedActor:
         return self.resident.pop(session_key(owner, session_id), None) is not None
 
     def routing_stats(self) -> dict[str, object]:
-        return {"sessions": list(self.resident), "load": len(self.open), "free_blocks": 1, "accepting": True}
+        sessions = {key: info.tokens for key, info in self.resident.items()}
+        return {"sessions": sessions, "load": len(self.open), "free_blocks": 1, "accepting": True}
 
     def check_health(self) -> None:
         return None

@@ -63,7 +63,7 @@ class PacedActor:
             self._turns.pop(mailbox, None)
 
     def routing_stats(self) -> dict[str, object]:
-        return {"sessions": [], "load": len(self._turns), "free_blocks": 1, "accepting": True}
+        return {"sessions": {}, "load": len(self._turns), "free_blocks": 1, "accepting": True}
 
     def check_health(self) -> None:
         return None

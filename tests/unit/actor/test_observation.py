@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from engine_actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.outcomes import StepOutcome, StepReport
+from engine_actor.turns import session_key
 from tests.support.doubles import SyntheticDecoder
 from tests.unit.actor.helpers import BLOCK_SIZE, ask, start_actor, turn
 
@@ -29,6 +32,20 @@ async def test_every_transaction_is_reported_once_with_its_tokens() -> None:
     assert len({step.transaction_id for step in reports}) == len(reports)
     assert sum(step.tokens for step in steps) == 3 + len(answer.tokens) - 1
     assert all(step.step_seconds >= step.decoder_seconds > 0 for step in steps)
+
+
+async def test_routers_hear_how_much_of_a_session_is_here_and_not_of_every_step() -> None:
+    actor = await start_actor(SyntheticDecoder(vocab=1000, eos=5000), 200)
+    await ask(actor, turn([5, 9, 13], 4, "s"))
+    deltas = actor.stream_turn(turn([5, 9, 14, 15, 16], 60, "s"))
+    seen = [actor.routing_stats()["sessions"] async for _ in deltas]
+    key = session_key("public", "s")
+    lengths = [sessions.get(key) for sessions in seen if isinstance(sessions, dict)]
+    assert set(lengths) <= {None, 3, 7, 5, 65} and len(lengths) > 1
+    async with asyncio.timeout(10):
+        while actor.routing_stats()["sessions"] != {key: 65}:
+            await asyncio.sleep(0.01)
+    await actor.stop()
 
 
 async def test_evictions_are_counted_by_what_the_memory_was_needed_for() -> None:

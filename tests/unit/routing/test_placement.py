@@ -93,10 +93,27 @@ def test_residency_goes_before_the_table_and_the_table_before_rank() -> None:
     assert first("k", idle(*names, resident=third), table_home=second) == (third, Reason.RESIDENT)
 
 
-def test_of_several_holders_the_one_in_the_table_is_first_and_the_others_follow() -> None:
+def test_of_several_holders_the_one_of_most_is_first_of_equal_ones_that_in_the_table_and_the_others_follow() -> None:
     top, second, third = by_rank("k", ["a", "b", "c"])
-    views = [ReplicaView(top), ReplicaView(second, resident=True), ReplicaView(third, resident=True)]
+    views = [ReplicaView(top, resident=7), ReplicaView(second, resident=9), ReplicaView(third, resident=8)]
+    assert place("k", views, request_id="r", table_home=top).ranked == (second, third, top)
+    views = [ReplicaView(top), ReplicaView(second, resident=9), ReplicaView(third, resident=9)]
     assert place("k", views, request_id="r", table_home=third) == Placement((third, second, top), Reason.RESIDENT)
+
+
+def test_processes_that_remember_different_homes_agree_once_they_hear_who_has_more() -> None:
+    """A turn has left its home while that was silent; both hold the conversation, and turns come by two processes."""
+    held = {"left": 100, "newer": 150}
+    tables = ["newer", "left"]
+    length = computed = 150
+    for number in range(10):
+        views = [ReplicaView(name, resident=tokens) for name, tokens in held.items()]
+        home, reason = first("k", views, table_home=tables[number % 2])
+        assert (home, reason) == ("newer", Reason.RESIDENT)
+        length += 20
+        computed += length - held[home]
+        held[home], tables[number % 2] = length, home
+    assert computed == length, "no token is computed twice"
 
 
 def test_a_table_entry_of_a_replica_that_is_gone_is_ignored() -> None:

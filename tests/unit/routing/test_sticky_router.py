@@ -72,9 +72,18 @@ async def test_each_rank_holds_one_replica_in_rendezvous_order(
 
 async def test_a_reported_session_draws_its_turns(router: StickyRouter) -> None:
     *_, last = by_rank("k", "abc")
-    router.update_replicas([FakeReplica(n, {"sessions": ["k"] if n == last else []}) for n in "abc"])
+    router.update_replicas([FakeReplica(n, {"sessions": {"k": 9} if n == last else {}}) for n in "abc"])
     assert (await ranks(router, turn("k")))[0] == [last]
     assert router._decisions.seen == {"resident": 1}
+
+
+async def test_of_two_that_report_a_session_the_one_with_more_of_it_draws_its_turns(router: StickyRouter) -> None:
+    first, second, _ = by_rank("k", "abc")
+    tokens = {first: {"k": 90}, second: {"k": 120}}
+    replicas = {name: FakeReplica(name, {"sessions": tokens.get(name, {})}) for name in "abc"}
+    router.update_replicas(list(replicas.values()))
+    router.on_request_routed(turn("k"), replicas[first].replica_id, None)
+    assert (await ranks(router, turn("k")))[:2] == [[second], [first]]
 
 
 async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(router: StickyRouter) -> None:
@@ -91,7 +100,7 @@ async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(route
 
 
 async def test_a_dead_replica_loses_its_sessions_at_once(router: StickyRouter) -> None:
-    replicas = [FakeReplica(name, {"sessions": ["k"]} if name == "a" else {}) for name in "abc"]
+    replicas = [FakeReplica(name, {"sessions": {"k": 9}} if name == "a" else {}) for name in "abc"]
     router.update_replicas(replicas)
     router.on_request_routed(turn("k"), replicas[0].replica_id, None)
     router.on_replica_actor_died(replicas[0].replica_id)
