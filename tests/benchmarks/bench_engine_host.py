@@ -13,7 +13,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,12 @@ class InstantDecoder:
 
     def forward(self, step: PackedStep) -> np.ndarray[Any, Any]:
         return self._logits[: len(step.logits_rows)]
+
+    def read_blocks(self, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
+        raise NotImplementedError("its blocks cannot move")
+
+    def write_blocks(self, blocks: Sequence[int], content: np.ndarray[Any, Any]) -> None:
+        raise NotImplementedError("its blocks cannot move")
 
 
 class Stopwatch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +94,7 @@ def bench_attention(layers: int, repeats: int) -> None:
         position = torch.full((rows,), past, dtype=torch.int32)
         arguments = (table, cumulative, position, HEAD_SIZE**-0.5)
 
-        def ours(pairs: list[tuple[Tensor, Tensor]], q: Tensor = q, arguments: tuple = arguments) -> None:
+        def ours(pairs: list[tuple[Tensor, Tensor]], q: Tensor = q, arguments: tuple[Any, ...] = arguments) -> None:
             for i in range(layers):
                 paged_attention(q, *pairs[i % len(pairs)], *arguments)
 

@@ -16,6 +16,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ async def _measure(arguments: argparse.Namespace) -> None:
         moved = await times.wait("read out of the pool", old.take_along(OWNER, f"copied {i}", LARGE))
         assert moved.kv is not None
         buffers: list[pickle.PickleBuffer] = []
-        message = times.call("pickle", lambda m=moved, b=buffers: pickle.dumps(m, 5, buffer_callback=b.append))
-        copied = times.call("copy into the object store", lambda b=buffers: [bytes(buffer) for buffer in b])
-        arrived = times.call("unpickle", lambda m=message, c=copied: pickle.loads(m, buffers=c))
+        message = times.call("pickle", partial(pickle.dumps, moved, 5, buffer_callback=buffers.append))
+        copied = times.call("copy into the object store", partial(list, map(bytes, buffers)))
+        arrived = times.call("unpickle", partial(pickle.loads, message, buffers=copied))
         await times.wait("write into the other pool", new.adopt(arrived))
         ended = await times.wait("next turn, first token: cache moved", turn(new, f"copied {i}", longer))
         assert ended.cached_tokens >= arguments.tokens, ended

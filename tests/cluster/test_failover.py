@@ -113,7 +113,8 @@ async def disturb(
 
 
 async def process_of(engines: DeploymentHandle, replica: str) -> int:
-    return dict(await engines.broadcast("process").results_async(timeout_s=30))[replica]
+    processes: dict[str, int] = dict(await engines.broadcast("process").results_async(timeout_s=30))
+    return processes[replica]
 
 
 async def test_streams_leave_a_replica_that_is_stopped_and_it_is_of_use_again_when_it_goes_on(

@@ -21,6 +21,7 @@ from engine_actor.turns import (
     EndReason,
     RefusalCode,
     TurnAccepted,
+    TurnDelta,
     TurnEnded,
     TurnRefused,
     TurnRequest,
@@ -203,18 +204,28 @@ async def test_every_path_but_health_wants_a_key(base_url: str, engines: Deploym
         assert (await stranger.get(path, headers={"Authorization": "Bearer wrong-key"})).status_code == 401
 
 
+def replica_of(delta: TurnDelta) -> str:
+    assert isinstance(delta, TurnAccepted)
+    return delta.replica
+
+
+def tokens_of(delta: TurnDelta) -> tuple[int, ...]:
+    assert isinstance(delta, TurnTokens)
+    return delta.token_ids
+
+
 async def test_an_answer_leaves_a_replica_that_is_stopped_and_ends_there_when_that_goes_on(
     client: HandleEngineClient, engines: DeploymentHandle
 ) -> None:
     stream = client.stream_turn(request("slow-stopped", "stopped"), routing_key=session_key("o", "stopped"))
     async with aclosing(stream):
-        home = (await anext(stream)).replica
+        home = replica_of(await anext(stream))
         [pid] = [state["pid"] for state in await states(engines) if state["replica"] == home]
         os.kill(pid, signal.SIGSTOP)
         tokens: list[int] = []
         try:
             while home not in known_replicas(APPLICATION, ENGINES).silent:
-                tokens += (await anext(stream)).token_ids
+                tokens += tokens_of(await anext(stream))
         finally:
             os.kill(pid, signal.SIGCONT)
 
@@ -222,7 +233,7 @@ async def test_an_answer_leaves_a_replica_that_is_stopped_and_ends_there_when_th
             return {state["replica"] == home for state in seen if "slow-stopped" in state["open"]} == {False}
 
         await until(moved, engines)
-        tokens += (await anext(stream)).token_ids
+        tokens += tokens_of(await anext(stream))
         assert tokens == [LETTERS[i % 4] for i in range(len(tokens))]
     await until(is_gone("slow-stopped"), engines)
 
@@ -234,7 +245,7 @@ async def test_an_answer_whose_replica_dies_goes_on_elsewhere_and_so_does_the_ne
     key = session_key("o", "doomed")
     stream = client.stream_turn(request("steady-doomed", "doomed", tokens=40), routing_key=key)
     deltas = [await anext(stream), await anext(stream)]
-    home = deltas[0].replica
+    home = replica_of(deltas[0])
     await engines.broadcast("die", home).results_async(timeout_s=20, return_exceptions=True)
     deltas += [delta async for delta in stream]
     tokens = [token for delta in deltas if isinstance(delta, TurnTokens) for token in delta.token_ids]

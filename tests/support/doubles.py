@@ -107,7 +107,7 @@ class SyntheticDecoder:
 
 def solo(prompt: list[int], count: int, vocab: int = 64, eos: int = 1) -> list[int]:
     """What the synthetic model answers to a prompt on its own: at most `count` tokens, ended by EOS."""
-    sequence, out = list(prompt), []
+    sequence, out = list(prompt), list[int]()
     while len(out) < count:
         token = next_token(sequence, vocab)
         if token == eos:

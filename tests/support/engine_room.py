@@ -42,7 +42,7 @@ class Room:
     """Without fairness bounds and prefix reuse unless the configuration asks for them."""
 
     def __init__(self, decoder: SyntheticDecoder | None = None, **config: Any) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "num_blocks": 128,
             "block_size": 4,
             "max_batch_size": 8,

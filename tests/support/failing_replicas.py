@@ -166,11 +166,7 @@ class Broadcast:
 def client_of(
     replicas: Replicas, placement_timeout: float = 5.0, *, starts_on_demand: bool = False
 ) -> HandleEngineClient:
-    return HandleEngineClient(
-        replicas,  # type: ignore[arg-type]
-        placement_timeout=placement_timeout,
-        starts_on_demand=starts_on_demand,
-    )
+    return HandleEngineClient(replicas, placement_timeout=placement_timeout, starts_on_demand=starts_on_demand)
 
 
 async def told(replicas: Replicas, asked: TurnRequest | None = None, placement_timeout: float = 5.0) -> list[TurnDelta]:

@@ -7,6 +7,7 @@ Also a router that sends turns round and round, to compare the sticky one with.
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,12 @@ class SimulatedDecoder:
             seen = int(step.input_ids[wanted]) * 31 + int(step.position_ids[wanted]) * 7
             logits[row, FIRST_WORD + seen % WORDS] = 100.0
         return logits
+
+    def read_blocks(self, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
+        raise NotImplementedError("its blocks cannot move")
+
+    def write_blocks(self, blocks: Sequence[int], content: np.ndarray[Any, Any]) -> None:
+        raise NotImplementedError("its blocks cannot move")
 
 
 class SimulatedEngine(EngineDeployment):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 VOCAB = 256
-LLAMA3_ROPE = {
+LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
@@ -101,4 +101,5 @@ def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """transformers' logits of every position: float32 [len(tokens), vocab]."""
-    return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float()

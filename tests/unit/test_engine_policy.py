@@ -70,7 +70,7 @@ def test_engines_that_have_not_reported_keep_the_number_from_falling() -> None:
     ],
 )
 def test_the_bounds_of_replicas(fields: dict[str, int], bounds: tuple[int, int], autoscales: bool) -> None:
-    args = AppArgs(model="m", **fields)  # type: ignore[arg-type]
+    args = AppArgs(model="m", **fields)
     assert args.replica_bounds() == bounds
     assert args.autoscales is autoscales
     assert args.resolved_placement_timeout() == (900.0 if bounds[0] == 0 else 10.0)
@@ -90,4 +90,4 @@ def test_the_bounds_of_replicas(fields: dict[str, int], bounds: tuple[int, int],
 )
 def test_bounds_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=r"replicas|target_pressure"):
-        AppArgs(model="m", **fields)  # type: ignore[arg-type]
+        AppArgs(model="m", **fields)

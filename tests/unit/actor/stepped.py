@@ -94,7 +94,7 @@ class Stage:
     async def settle(self) -> dict[str, float]:
         """Some steps, so that what was asked is done and has been told; then the engine's stats."""
         for _ in range(4):
-            stats = await self.during(self.actor.stats())
+            stats: dict[str, float] = await self.during(self.actor.stats())
         return stats
 
     async def during(self, call: Any) -> Any:

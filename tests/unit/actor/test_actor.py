@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -128,12 +129,16 @@ async def test_a_waiting_turn_of_a_session_can_be_cancelled(actor: EngineActor) 
     assert (await ask(actor, turn([7, 8], 3, "s"))).tokens == answer_of([7, 8], 3)
 
 
+def _wait(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
 async def test_whoever_is_accepted_or_refused_hears_of_it_before_the_step(decoder: SyntheticDecoder) -> None:
     commands, step = threading.Event(), threading.Event()
     choose, decoder.choose = decoder.choose, lambda sequence: (step.wait(20), choose(sequence))[1]
     actor = await start_actor(decoder, max_turns_per_session=1)
     assert actor._owner is not None
-    actor._owner.post(lambda: commands.wait(20) and None)  # so that the turns come to the same round
+    actor._owner.post(partial(_wait, commands))  # so that the turns come to the same round
     turns = [actor.stream_turn(turn([5, 9, i], 3, session)) for i, session in ((11, "s"), (12, "s"), (13, None))]
     first = [asyncio.ensure_future(anext(deltas)) for deltas in turns]
     await asyncio.sleep(0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine_actor.actor import EngineActor
+from engine_actor.sampling.logprobs import TokenLogprob
 from engine_actor.turns import EndReason, TurnAccepted, TurnEnded, TurnRequest, TurnTokens
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 
-HOT = {"temperature": 100.0}
+HOT: dict[str, Any] = {"temperature": 100.0}
 
 
 async def choices_of(actor: EngineActor, request: TurnRequest) -> tuple[list[list[int]], list[TurnEnded], int]:
@@ -123,7 +125,7 @@ async def test_deleting_the_session_ends_all_choices() -> None:
 
 async def test_logprobs_come_with_their_tokens() -> None:
     actor = await start_actor(SyntheticDecoder(vocab=1000, eos=5000), 50)
-    found = []
+    found: list[TokenLogprob] = []
     async for delta in actor.stream_turn(replace(turn([5, 6, 7], 5), logprobs=2)):
         if isinstance(delta, TurnTokens):
             assert [entry.token for entry in delta.logprobs] == list(delta.token_ids)

@@ -178,7 +178,9 @@ async def test_what_moved_is_as_old_as_it_was() -> None:
     await asyncio.gather(old.stop(), new.stop())
 
 
-async def test_a_cache_that_cannot_be_written_costs_the_conversation_only_its_cache() -> None:
+async def test_a_cache_that_cannot_be_written_costs_the_conversation_only_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decoder = SyntheticDecoder(vocab=1000)
     old = await start_actor(SyntheticDecoder(vocab=1000), 200)
     new = await start_actor(decoder, 200)
@@ -189,7 +191,7 @@ async def test_a_cache_that_cannot_be_written_costs_the_conversation_only_its_ca
     def fail(*_: object) -> None:
         raise MemoryError("no room on the device")
 
-    decoder.write_blocks = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(decoder, "write_blocks", fail)
     with pytest.raises(MemoryError):
         await new.adopt(moved)
     assert [session.tokens for session in await new.dormant_sessions()] == [moved.tokens]

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.support.doubles import MixingDecoder, SyntheticDecoder
 from tests.unit.actor.helpers import Answer, ask, start_actor, turn
 
 PROMPT = [5, 9, 13, 20, 21]
-PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "greedy-penalties": SamplingParams(**PENALTIES),

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from serve_app import __version__
 from serve_app.cli import app
-from serve_app.commands import chat as chat_module
 from serve_app.commands import doctor, drain_node
 from serve_app.commands.chat import Chat
+from serve_app.commands.console import console
 from serve_app.commands.doctor import Finding, Mark, _port
 from serve_app.commands.serve import StartFailed, read_args
 from serve_app.local_ports import BindRefused, is_loopback, require_free_port, require_key_beyond_loopback
@@ -156,9 +156,9 @@ def talk(
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr(chat_module.console, "input", read)
+    monkeypatch.setattr(console, "input", read)
     chat = Chat("http://server", None, session, None, 0.0, 64, "secret", httpx.MockTransport(server))
-    with chat_module.console.capture() as captured:
+    with console.capture() as captured:
         code = chat.run()
     return code, captured.get()
 
@@ -285,7 +285,7 @@ def test_the_doctor_knows_moorage_on_a_port_that_is_taken(document: object, mark
 def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "/a" + "/long" * 40
     monkeypatch.setattr(doctor, "checks", lambda *_: [lambda: iter([Finding(Mark.GOOD, "kernels", path)])])
-    with doctor.console.capture() as captured:
+    with console.capture() as captured:
         assert doctor.run("127.0.0.1", 1) == 0
     assert path in "".join(captured.get().split())
 
@@ -293,10 +293,10 @@ def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_node_that_is_not_seen_is_not_said_to_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.CompletedProcess([], 0, "", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    with doctor.console.capture():
+    with console.capture():
         assert drain_node.drain("no-such-node", "127.0.0.1:1", timeout=600) == 1
 
 
 def test_a_node_that_cannot_be_drained_is_said_and_not_waited_for() -> None:
-    with doctor.console.capture():
+    with console.capture():
         assert drain_node.drain("no-such-node", "127.0.0.1:1", timeout=600) == 1

@@ -41,7 +41,7 @@ def _caches(decoder: TorchDecoder) -> list[torch.Tensor]:
 
 def test_the_manifest_says_what_the_engine_needs(folders: dict[str, Path]) -> None:
     manifest = TorchDecoder.load(folders["llama"], dtype="bfloat16", device="cpu").manifest
-    assert (manifest.vocab_size, manifest.context_length, manifest.eos_token_ids) == (256, 512, {7})
+    assert (manifest.vocab_size, manifest.context_length, manifest.eos_token_ids) == (256, 512, frozenset({7}))
     # 3 layers, keys and values, 16 positions, 2 heads of 16 numbers of 2 bytes.
     assert manifest.paged.block_bytes(16) == 3 * 2 * 16 * 2 * 16 * 2
 

@@ -33,7 +33,8 @@ def expected(smollm2_path: Path, text: list[int]) -> torch.Tensor:
         smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
     ).eval()
     with torch.no_grad():
-        return model(torch.tensor([text]), use_cache=False).logits[0]
+        logits: torch.Tensor = model(torch.tensor([text]), use_cache=False).logits[0]
+    return logits
 
 
 def _load(path: Path, dtype: str, num_blocks: int = 80, block_size: int = 16) -> TorchDecoder:

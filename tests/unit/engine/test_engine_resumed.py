@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from serve_app.text.tokenizer import load_tokenizer
 
 NEW = 24
 QUESTION = "<|im_start|>user\nWrite one sentence about the sea.<|im_end|>\n<|im_start|>assistant\n"
-PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")

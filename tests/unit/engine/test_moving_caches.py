@@ -289,8 +289,9 @@ def test_a_cache_that_is_known_up_to_its_last_full_block_is_not_written_again() 
     old, new = Room(prefix_reuse=True), Room(prefix_reuse=True)
     tokens, kv = computed(TEN[:8], old)
     assert kv.positions == 8 and len(tokens) == 9
-    copies = [new.engine.restore_request(tokens, kv) for _ in range(2)]
-    assert new.blocks(copies[0]) == new.blocks(copies[1])
+    first, second = (new.engine.restore_request(tokens, kv) for _ in range(2))
+    assert first is not None and second is not None
+    assert new.blocks(first) == new.blocks(second)
     new.engine.check_integrity()
 
 

@@ -132,6 +132,7 @@ async def test_a_sequence_that_is_as_long_as_it_can_be_has_ended(limit: int, rea
     refused = TurnRefused(RefusalCode.CONTEXT_LENGTH, "too long", 8, limit)
     replicas = Replicas(Script(7, DIES), *[Script(instead=[refused])] * 300)
     found = await told(replicas, placement_timeout=0.05)
+    assert isinstance(found[-1], TurnEnded)
     assert found[-1] == TurnEnded(reason, 3, 2, 5, found[-1].message)
 
 

@@ -112,4 +112,4 @@ def test_gated_activations_keep_a_rows_bits(gated: Callable[[Tensor], Tensor]) -
 @pytest.mark.parametrize("gated", [gated_silu, gated_gelu_tanh])
 def test_a_gated_value_does_not_depend_on_its_place_in_the_row(gated: Callable[[Tensor], Tensor]) -> None:
     gate_up = torch.randn(1, 2).repeat_interleave(37, dim=1)  # whole vectors and a rest
-    assert gated(gate_up).unique().numel() == 1
+    assert len(set(gated(gate_up).flatten().tolist())) == 1

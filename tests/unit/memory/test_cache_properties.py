@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine_actor.errors import ContractViolation, OutOfBlocks
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
-from engine_actor.memory.reservation import Reservation, RowDemand
+from engine_actor.memory.reservation import RowDemand
+from engine_actor.memory.step_reservation import StepReservation
 
 POISON = -7
 tokens_lists = st.lists(st.integers(0, 1), min_size=1, max_size=7)
@@ -38,7 +39,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.tokens: dict[int, list[int]] = {}
         self.valid: dict[int, int] = {}
         self.next_id = 1
-        self.live: tuple[Reservation, list[RowDemand]] | None = None
+        self.live: tuple[StepReservation, list[RowDemand]] | None = None
 
     def salt(self, request: int) -> bytes:
         return b"odd" if request % 2 else b""

@@ -56,7 +56,7 @@ def random_logits(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray
         logits = np.where(rng.random(vocab) < 0.5, 0.0, -0.0)
     elif kind == "huge":
         logits = rng.choice([-3e38, 3e38, 0.0], vocab)
-    return logits.astype(np.float32)
+    return np.asarray(logits, np.float32)
 
 
 @settings(max_examples=400, deadline=None)

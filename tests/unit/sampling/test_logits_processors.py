@@ -23,7 +23,8 @@ def processed(
 ) -> list[float]:
     out = logits.copy()
     process(out, SamplingParams(**params), RowContext(tokens, generated, frozenset(banned or ())))  # type: ignore[arg-type]
-    return out.tolist()
+    values: list[float] = out.tolist()
+    return values
 
 
 @pytest.mark.parity("F277", "F278", "F279")

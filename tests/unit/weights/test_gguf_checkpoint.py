@@ -113,7 +113,7 @@ def test_blocks_expand_to_the_values_of_the_library(kind: Kind, tmp_path: Path) 
 
     found = open_checkpoint(path).tensor("model.embed_tokens.weight", (rows, columns))
     expected = torch.from_numpy(dequantize(raw, kind).copy())
-    assert expected.isfinite().all() and expected.unique().numel() > 100
+    assert expected.isfinite().all() and len(set(expected.flatten().tolist())) > 100
     assert torch.equal(found, expected)
 
 
