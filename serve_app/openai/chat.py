@@ -34,7 +34,7 @@ def chat_router(services: Services) -> APIRouter:
 
     def build(body: ChatRequest) -> list[Asked]:
         messages = [message.as_message() for message in body.messages]
-        tools = [tool.described() for tool in body.tools or ()]
+        tools = [function.described() for function in body.functions]
         prompt = chat_prompt(services.prompts, messages, "messages", tools)
         return [Asked(prompt, "messages", conversation_opening(messages))]
 

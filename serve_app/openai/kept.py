@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from serve_app.openai.choices import Piece, joined
-from serve_app.openai.responses_format import IN_PROGRESS, ResponseFormat, as_json
+from serve_app.openai.conversation import answer_of
+from serve_app.openai.responses_format import ResponseFormat, as_json
+from serve_app.openai.responses_output import IN_PROGRESS
 from serve_app.openai.services import Services
 from serve_app.openai.turns import CANCELLED, AnswerEvent, Cancellation, Finished, Turn, answer_events
-from serve_app.responses.store import ResponseStore, StoredResponse
+from serve_app.responses.store import KeptMessage, ResponseStore, StoredResponse
 
 log = logging.getLogger("moorage.http")
 
@@ -25,7 +27,7 @@ class Keeping:
 
     owner: str
     session_id: str
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[KeptMessage, ...]
 
 
 async def kept_events(
@@ -38,7 +40,7 @@ async def kept_events(
         previous=form.body.previous_response_id,
         session_id=keeping.session_id,
         messages=keeping.messages,
-        answer="",
+        answer=answer_of(Piece(0, "")),
         shown=as_json(form.unfinished(IN_PROGRESS)),
     )
     cancellation = Cancellation()
@@ -54,7 +56,7 @@ async def kept_events(
                 elif isinstance(event, Finished):
                     answers = joined(pieces, 1)
                     shown = as_json(form.whole(answers, event))
-                    await services.store.put(replace(record, answer=answers[0].text, shown=shown))
+                    await services.store.put(replace(record, answer=answer_of(answers[0]), shown=shown))
                 yield event
 
 

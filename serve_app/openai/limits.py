@@ -7,7 +7,13 @@ from collections.abc import Iterable
 
 from serve_app.ingress.errors import ApiError, bad_value, not_supported
 from serve_app.ingress.settings import IngressSettings
-from serve_app.openai.protocol import ChatRequest, CompletingRequest, CompletionRequest, GenerationRequest
+from serve_app.openai.protocol import (
+    CallingRequest,
+    ChatRequest,
+    CompletingRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from serve_app.openai.tools import ChosenTool
 from serve_app.openai.wording import misfit
 
@@ -25,6 +31,8 @@ def check_generation(body: GenerationRequest, settings: IngressSettings, vocab_s
         raise too_many("logit_bias", len(body.logit_bias), settings.max_logit_biases, "biases")
     check_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     check_token_ids((token for token, _ in body.logit_bias), vocab_size, "logit_bias")
+    if isinstance(body, CallingRequest):
+        _check_tools(body, settings)
 
 
 def check_completing(body: CompletingRequest, settings: IngressSettings) -> None:
@@ -39,7 +47,6 @@ def check_completing(body: CompletingRequest, settings: IngressSettings) -> None
         if body.top_logprobs and not body.logprobs:
             raise bad_value("top_logprobs", "is only for a request with logprobs: true")
         _check_likeliest(body.top_logprobs, settings, "top_logprobs")
-        _check_tools(body, settings)
     elif isinstance(body, CompletionRequest):
         if len(body.prompt) > _most_prompts(settings):
             raise too_many("prompt", len(body.prompt), _most_prompts(settings), "prompts")
@@ -49,24 +56,20 @@ def check_completing(body: CompletingRequest, settings: IngressSettings) -> None
             raise not_supported("echo", "remove it, or `logprobs`")
 
 
-def _check_tools(body: ChatRequest, settings: IngressSettings) -> None:
-    names = [tool.function.name for tool in body.tools or ()]
+def _check_tools(body: CallingRequest, settings: IngressSettings) -> None:
+    names = [function.name for function in body.functions]
     if len(names) > settings.max_tools:
         raise too_many("tools", len(names), settings.max_tools, "tools")
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise bad_value(f"tools.{i}.function.name", f"'{name}' is the name of an earlier tool, too")
+            raise bad_value(f"{body.param_of_function(i)}.name", f"'{name}' is the name of an earlier tool, too")
     chosen = body.tool_choice
     if isinstance(chosen, ChosenTool) and chosen.name not in names:
         raise bad_value("tool_choice", f"none of the tools is named '{chosen.name}'")
     if chosen == "required" and not names:
         raise bad_value("tool_choice", "no tools are given that a call could be of")
     if body.may_call:
-        for name, given in (
-            ("response_format", body.response_format is not None and body.response_format.named is not None),
-            ("structured_outputs", body.structured_outputs is not None),
-            ("logprobs", body.logprobs),
-        ):
+        for name, given in body.not_with_calls.items():
             if given:
                 raise not_supported(name, "remove it, or `tools`, or set tool_choice to none")
 

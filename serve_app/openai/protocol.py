@@ -8,6 +8,7 @@ are not supported are in `unserved`.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -224,6 +225,11 @@ class GenerationRequest(Strict):
     @property
     def grammars(self) -> list[Named]:
         """What the client says of the answer's form, for the check at the door. Raises ApiError."""
+        return self.form
+
+    @property
+    def form(self) -> list[Named]:
+        """What it says of its text's form."""
         return []
 
     @property
@@ -235,6 +241,60 @@ class GenerationRequest(Strict):
     def may_call(self) -> bool:
         """The answer may call tools."""
         return False
+
+
+class CallingRequest(GenerationRequest, ABC):
+    """What chat and responses have in common: an answer may call tools."""
+
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    @abstractmethod
+    def functions(self) -> Sequence[Function]:
+        """Those that the request describes."""
+
+    @abstractmethod
+    def param_of_function(self, index: int) -> str:
+        """How an error names one of them."""
+
+    @property
+    @abstractmethod
+    def not_with_calls(self) -> dict[str, bool]:
+        """Fields that can't stand beside functions that may be called, and whether they are given."""
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """Those that this answer may call."""
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, ChosenTool):
+            return [function for function in self.functions if function.name == self.tool_choice.name]
+        return list(self.functions)
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.callable_functions)
+
+    @property
+    def grammars(self) -> list[Named]:
+        if not self.may_call:
+            return super().grammars
+        return [
+            (f"{self.param_of_function(i)}.parameters", Guidance(GuidanceKind.JSON_SCHEMA, function.schema_text))
+            for i, function in enumerate(self.functions)
+        ]
+
+    @property
+    def guidance(self) -> Guidance | None:
+        if not self.may_call:
+            return super().guidance
+        named = isinstance(self.tool_choice, ChosenTool)
+        return calling_grammar(
+            self.callable_functions,
+            must=named or self.tool_choice == "required",
+            several=not named and self.parallel_tool_calls is not False,
+        )
 
 
 class CompletingRequest(GenerationRequest):
@@ -256,7 +316,7 @@ class CompletingRequest(GenerationRequest):
         return self.max_tokens
 
     @property
-    def grammars(self) -> list[Named]:
+    def form(self) -> list[Named]:
         return chosen_grammar(self.response_format, self.structured_outputs)
 
     @property
@@ -264,46 +324,27 @@ class CompletingRequest(GenerationRequest):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(CompletingRequest):
+class ChatRequest(CallingRequest, CompletingRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_INT32)
     tools: list[Tool] | None = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
 
     @property
-    def callable_functions(self) -> list[Function]:
-        """Those that this answer may call."""
-        if self.tool_choice == "none":
-            return []
-        functions = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ChosenTool):
-            return [function for function in functions if function.name == self.tool_choice.name]
-        return functions
+    def functions(self) -> Sequence[Function]:
+        return [tool.function for tool in self.tools or ()]
+
+    def param_of_function(self, index: int) -> str:
+        return f"tools.{index}.function"
 
     @property
-    def may_call(self) -> bool:
-        return bool(self.callable_functions)
-
-    @property
-    def grammars(self) -> list[Named]:
-        if not self.may_call:
-            return super().grammars
-        schemas = enumerate(tool.function.schema_text for tool in self.tools or ())
-        return [(f"tools.{i}.function.parameters", Guidance(GuidanceKind.JSON_SCHEMA, text)) for i, text in schemas]
-
-    @property
-    def guidance(self) -> Guidance | None:
-        if not self.may_call:
-            return super().guidance
-        named = isinstance(self.tool_choice, ChosenTool)
-        return calling_grammar(
-            self.callable_functions,
-            must=named or self.tool_choice == "required",
-            several=not named and self.parallel_tool_calls is not False,
-        )
+    def not_with_calls(self) -> dict[str, bool]:
+        return {
+            "response_format": self.response_format is not None and self.response_format.named is not None,
+            "structured_outputs": self.structured_outputs is not None,
+            "logprobs": bool(self.logprobs),
+        }
 
     @property
     def likeliest(self) -> int | None:

@@ -10,18 +10,18 @@ from serve_app.ingress.errors import ApiError, bad_value, not_supported
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.answer import TurnResponse
 from serve_app.openai.chat import chat_prompt, conversation_opening
+from serve_app.openai.conversation import as_message, check_calls, messages_of
 from serve_app.openai.document import json_body
 from serve_app.openai.kept import Keeping, kept_events
 from serve_app.openai.limits import check_generation
-from serve_app.openai.requests import check_grammar_of, checked_model, identity_of, off_loop_if_large
+from serve_app.openai.requests import Asked, check_grammar_of, checked_model, identity_of, off_loop_if_large
 from serve_app.openai.responses_format import ResponseFormat
 from serve_app.openai.responses_protocol import ResponsesRequest
 from serve_app.openai.services import Services
 from serve_app.openai.strict import parse
 from serve_app.openai.turns import answer_events, make_turn, sampling_of
 from serve_app.openai.unserved import refuse_unserved_responses
-from serve_app.responses.store import History
-from serve_app.text.chat_template import Message
+from serve_app.responses.store import History, KeptMessage
 
 _NO_HISTORY = History("", ())
 
@@ -40,29 +40,35 @@ def responses_router(services: Services) -> APIRouter:
         await check_grammar_of(body, settings)
         record = record_of(request.scope)
         history = await _history(services, body, record.owner)
-        own = tuple((message.role, message.content) for message in body.input)
+        check_calls(history.messages, body.input)
+        own = messages_of(body.input)
         # Instructions are those of this turn alone: they stand first, and earlier ones are not carried over.
-        first = () if body.instructions is None else (("system", body.instructions),)
+        first = () if body.instructions is None else (KeptMessage("system", body.instructions),)
         said = (*first, *history.messages, *own)
-        # Templates know `system`; `developer` is its newer name.
-        messages = [Message(role="system" if role == "developer" else role, content=text) for role, text in said]
-        if len(messages) > settings.max_messages:
-            most, had = settings.max_messages, len(messages)
+        if len(said) > settings.max_messages:
+            most, had = settings.max_messages, len(said)
             raise bad_value("input", f"at most {most} messages are allowed, earlier ones included, not {had}")
+
+        def build() -> Asked:
+            messages = [as_message(kept) for kept in said]
+            tools = [function.described() for function in body.functions]
+            prompt = chat_prompt(services.prompts, messages, "input", tools)
+            return Asked(prompt, "input", conversation_opening(messages))
+
+        asked = await off_loop_if_large(size + sum(kept.bytes for kept in history.messages), build)
         sampling = sampling_of(body, settings)
         form = ResponseFormat(body, model, sampling.temperature, sampling.top_p)
         # The first of a chain names the session of all.
         chain = history.session_id or (form.id if body.stored else None)
-        identity = identity_of(request, body, record, settings, [model, *conversation_opening(messages)], chain)
-        size += sum(len(text) for _, text in history.messages)
+        identity = identity_of(request, body, record, settings, [model, *asked.opening], chain)
         turn = make_turn(
             body,
-            await off_loop_if_large(size, lambda: chat_prompt(services.prompts, messages, "input")),
+            asked.prompt,
             identity,
             sampling,
             request_id=record.request_id,
             tenant=record.owner,
-            prompt_param="input",
+            prompt_param=asked.param,
             settings=settings,
             limit=await services.context_limit(),
         )

@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from serve_app.ingress.errors import ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
+from serve_app.openai.responses_output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
 from serve_app.openai.responses_protocol import ResponsesRequest
-from serve_app.openai.sse import event, events
+from serve_app.openai.sse import event
 from serve_app.openai.structured import WantedText
+from serve_app.openai.tools import shown_choice
 from serve_app.openai.turns import CANCELLED, ChoiceEnd, Finished, Usage
 
-IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
-_STATUS = {"stop": COMPLETED, "length": INCOMPLETE, CANCELLED: CANCELLED}
+FAILED = "failed"
+_STATUS = {"stop": COMPLETED, "tool_calls": COMPLETED, "length": INCOMPLETE, CANCELLED: CANCELLED}
 
 
 @dataclass(slots=True)
 class ResponseFormat:
-    """One response, from creation to its end. Its output is one message with one text.
+    """One response, from creation to its end.
 
     temperature, top_p   as used: the request's, else the defaults
     """
@@ -33,55 +35,51 @@ class ResponseFormat:
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=now)
     _message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
-    _pieces: list[str] = field(default_factory=list)
+    _output: Output = field(init=False)
     _sent: int = 0
+
+    def __post_init__(self) -> None:
+        self._output = Output(self._message_id)
 
     def opening(self) -> bytes:
         begun = self.unfinished(IN_PROGRESS)
-        return events(
-            [
-                self._event("response.created", response=begun),
-                self._event("response.in_progress", response=begun),
-                self._event("response.output_item.added", output_index=0, item=self._message(IN_PROGRESS, [])),
-                self._part_event("response.content_part.added", part=_text_part("")),
-            ]
+        return self._events(
+            {"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun}
         )
 
     def piece(self, piece: Piece) -> bytes:
-        self._pieces.append(piece.text)
-        return event(self._part_event("response.output_text.delta", delta=piece.text, logprobs=[]))
+        return self._events(*self._output.push(piece))
 
     def ended(self, end: ChoiceEnd) -> bytes:
         """A response has one answer: its end is told in `closing`."""
         return b""
 
     def closing(self, finished: Finished) -> bytes:
-        text = "".join(self._pieces)
-        whole = self.whole([Piece(0, text)], finished)
         (reason,) = finished.reasons
-        item = self._message(_item_status(_STATUS[reason]), [_text_part(text)])
+        ends = self._output.finish(_item_status(_STATUS[reason]))
+        whole = self._finished(self._output, finished)
         # The API has no event of its own for a response that was cancelled.
         last = "response.completed" if whole["status"] == COMPLETED else "response.incomplete"
-        return events(
-            [
-                self._part_event("response.output_text.done", text=text, logprobs=[]),
-                self._part_event("response.content_part.done", part=_text_part(text)),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(last, response=whole),
-            ]
-        )
+        return self._events(*ends, {"type": last, "response": whole})
 
     def failed(self, error: ApiError) -> bytes:
         said: dict[str, object] = {"code": "server_error", "message": error.message}
-        output = [self._message(INCOMPLETE, [_text_part("".join(self._pieces))])]
-        return event(self._event("response.failed", response=self._response(FAILED, output=output, error=said)))
+        whole = self._response(FAILED, output=self._output.items(INCOMPLETE), error=said)
+        return self._events({"type": "response.failed", "response": whole})
 
     def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
-        (answer,), (reason,) = answers, finished.reasons
+        (answer,) = answers
+        output = Output(self._message_id)
+        output.push(answer)
+        output.finish(COMPLETED)
+        return self._finished(output, finished)
+
+    def _finished(self, output: Output, finished: Finished) -> dict[str, object]:
+        (reason,) = finished.reasons
         status = _STATUS[reason]
         return self._response(
             status,
-            output=[self._message(_item_status(status), [_text_part(answer.text)])],
+            output=output.items(_item_status(status)),
             usage=_usage(finished.usage),
             incomplete_details={"reason": "max_output_tokens"} if status == INCOMPLETE else None,
         )
@@ -114,14 +112,14 @@ class ResponseFormat:
             "metadata": body.metadata or {},
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": body.stored,
             "temperature": self.temperature,
             "text": (self.body.text or WantedText()).shown(),
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": shown_choice(body.tool_choice),
+            "tools": [tool.shown() for tool in body.tools or ()],
             "top_logprobs": 0,
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -129,15 +127,9 @@ class ResponseFormat:
             "user": body.user,
         }
 
-    def _message(self, status: str, content: list[dict[str, object]]) -> dict[str, object]:
-        return {"id": self._message_id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-    def _part_event(self, kind: str, **fields: object) -> dict[str, object]:
-        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: object) -> dict[str, object]:
-        self._sent += 1
-        return {"type": kind, "sequence_number": self._sent - 1, **fields}
+    def _events(self, *events: Event) -> bytes:
+        first, self._sent = self._sent, self._sent + len(events)
+        return b"".join(event({**one, "sequence_number": number}) for number, one in enumerate(events, first))
 
 
 def as_json(shown: dict[str, object]) -> str:
@@ -145,12 +137,8 @@ def as_json(shown: dict[str, object]) -> str:
 
 
 def _item_status(status: str) -> str:
-    """A message knows no cancellation."""
+    """An item knows no cancellation."""
     return COMPLETED if status == COMPLETED else INCOMPLETE
-
-
-def _text_part(text: str) -> dict[str, object]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, object]:

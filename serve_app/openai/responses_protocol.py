@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine_actor.options import MAX_INT32
-from serve_app.openai.protocol import ROLES, GenerationRequest, check_role, joined_text
-from serve_app.openai.strict import Strict, Text, refuse
+from serve_app.openai.protocol import CallingRequest
+from serve_app.openai.responses_items import INPUT_SCHEMA, Item, items_of
+from serve_app.openai.strict import Text, refuse
 from serve_app.openai.structured import Named, WantedText
+from serve_app.openai.tools import FlatTool, FlatToolChoice, Function
 
-_PARTS = {"user": ("input_text",), "assistant": ("output_text", "input_text")}
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
-
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
-_ITEM_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "message"},
-        "role": {"type": "string", "enum": list(ROLES)},
-        "content": _CONTENT_SCHEMA,
-    },
-    "required": ["role", "content"],
-}
-_INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM_SCHEMA, "minItems": 1}]}
-
-
-def _kind(value: object) -> str:
-    if value != "message":
-        refuse("must be 'message': no other kind of item is supported by this server")
-    return "message"
-
-
-def _content(value: object, info: ValidationInfo) -> str:
-    return joined_text(value, _PARTS.get(info.data.get("role", ""), _PARTS["user"]))
-
-
-class InputMessage(Strict):
-    """A message of the client, or an output item of an earlier response that comes back."""
-
-    type: Annotated[str, BeforeValidator(_kind)] = "message"
-    role: Annotated[str, BeforeValidator(check_role)]
-    content: Annotated[str, BeforeValidator(_content)]
-
-
-def _input(value: object) -> object:
-    """A text is a message of the user."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        refuse("must be a string or a list of messages")
-    return value
 
 
 def _metadata(value: object) -> object:
@@ -70,13 +28,15 @@ def _metadata(value: object) -> object:
     return value
 
 
-class ResponsesRequest(GenerationRequest):
-    input: Annotated[list[InputMessage], Field(min_length=1), BeforeValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
+class ResponsesRequest(CallingRequest):
+    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(items_of), WithJsonSchema(INPUT_SCHEMA)]
     instructions: Text | None = None
     previous_response_id: Text | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     text: WantedText | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: FlatToolChoice = None
     metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_metadata)] = None
 
     @property
@@ -84,8 +44,19 @@ class ResponsesRequest(GenerationRequest):
         return self.max_output_tokens
 
     @property
-    def grammars(self) -> list[Named]:
+    def form(self) -> list[Named]:
         return [] if self.text is None or self.text.named is None else [self.text.named]
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        return self.tools or ()
+
+    def param_of_function(self, index: int) -> str:
+        return f"tools.{index}"
+
+    @property
+    def not_with_calls(self) -> dict[str, bool]:
+        return {"text.format": bool(self.form)}
 
     @property
     def stored(self) -> bool:

@@ -33,14 +33,20 @@ def _parameters(value: object) -> dict[str, Any] | None:
     return value or None
 
 
-def _arguments(value: object) -> dict[str, Any]:
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """None: they are no JSON object, as where a limit has cut a call, or hold what can't be in a prompt."""
     try:
-        parsed = json.loads(value) if isinstance(value, str) else None
+        parsed = json.loads(text)
+        json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        refuse("must be the text of a JSON object")
-    checked_text(json.dumps(parsed, ensure_ascii=False), "it")
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def checked_arguments(value: object) -> dict[str, Any]:
+    parsed = parsed_arguments(value) if isinstance(value, str) else None
+    if parsed is None:
+        refuse("must be the text of a JSON object, without half of a surrogate pair")
     return parsed
 
 
@@ -62,15 +68,25 @@ class Function(Strict):
         schema = _NO_ARGUMENTS if self.parameters is None else {"type": "object"} | self.parameters
         return json.dumps(schema | {"x-guidance": JSON_STYLE | {"lenient": not self.strict}}, ensure_ascii=False)
 
+    def described(self) -> dict[str, object]:
+        """What the prompt says of it."""
+        given = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": given}
+
 
 class Tool(Strict):
     type: Literal["function"]
     function: Function
 
-    def described(self) -> dict[str, object]:
-        """What the prompt says of it."""
-        given = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": given}
+
+class FlatTool(Function):
+    """As /v1/responses has it."""
+
+    type: Literal["function"]
+
+    def shown(self) -> dict[str, object]:
+        """As the response says it again."""
+        return self.model_dump()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +95,39 @@ class ChosenTool:
 
 
 def _choice(value: object) -> str | ChosenTool | None:
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return _chosen(value, name, '{"type": "function", "function": {"name": ...}}')
+
+
+def _flat_choice(value: object) -> str | ChosenTool | None:
+    name = value.get("name") if isinstance(value, dict) else None
+    return _chosen(value, name, '{"type": "function", "name": ...}')
+
+
+def _chosen(value: object, name: object, form: str) -> str | ChosenTool | None:
     if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str):
-            return ChosenTool(name)
-    refuse(
-        "must be 'none', 'auto', 'required', or an object that names a function: "
-        '{"type": "function", "function": {"name": ...}}'
-    )
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(name, str):
+        return ChosenTool(name)
+    refuse(f"must be 'none', 'auto', 'required', or an object that names a function: {form}")
+
+
+def shown_choice(choice: str | ChosenTool | None) -> str | dict[str, object]:
+    """As a response says it again."""
+    if isinstance(choice, ChosenTool):
+        return {"type": "function", "name": choice.name}
+    return choice or "auto"
 
 
 _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
 ToolChoice = Annotated[str | ChosenTool | None, PlainValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)]
+FlatToolChoice = Annotated[str | ChosenTool | None, PlainValidator(_flat_choice), WithJsonSchema(_CHOICE_SCHEMA)]
 
 
 class _PastFunction(Strict):
     name: Text
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})]
+    arguments: Annotated[dict[str, Any], BeforeValidator(checked_arguments), WithJsonSchema({"type": "string"})]
 
 
 class PastCall(Strict):

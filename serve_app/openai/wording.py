@@ -32,10 +32,10 @@ _NEEDED = {
 _LONGEST_VALUE = 40
 
 
-def first_error(error: ValidationError) -> ApiError:
-    """A 400 about the first field at fault."""
+def first_error(error: ValidationError, *where: str) -> ApiError:
+    """A 400 about the first field at fault. `where`: what was read, if it is not the whole body."""
     first = error.errors(include_url=False)[0]
-    param, kind = ".".join(str(part) for part in first["loc"]), first["type"]
+    param, kind = ".".join((*where, *(str(part) for part in first["loc"]))), first["type"]
     if kind in _NEEDED:
         return ApiError(400, f"{param} {_NEEDED[kind]}", param=param)
     if kind in _MUST:

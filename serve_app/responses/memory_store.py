@@ -102,7 +102,7 @@ class MemoryResponseStore:
             if previous not in kept:
                 return None
             chain.append(kept[previous])
-        messages = [message for turn in reversed(chain) for message in (*turn.messages, ("assistant", turn.answer))]
+        messages = [message for turn in reversed(chain) for message in (*turn.messages, turn.answer)]
         return History(last.session_id, tuple(messages))
 
     async def delete(self, owner: str, response_id: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 RECORD_BYTES = 512  # what a record costs besides its texts, about
+MESSAGE_BYTES = 256  # and each message or call in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,38 @@ class StoreLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptCall:
+    """A call of a tool. `arguments`: a JSON object as text, since its size is then known."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMessage:
+    """`calls` of an assistant's message; `call_id`: of a tool's, the call that it is the output of."""
+
+    role: str
+    text: str
+    calls: tuple[KeptCall, ...] = ()
+    call_id: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        texts = (self.text, *(text for call in self.calls for text in (call.id, call.name, call.arguments)))
+        size = sum(len(text.encode()) for text in texts) + len((self.call_id or "").encode())
+        return size + MESSAGE_BYTES * (1 + len(self.calls))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
     """One response and the turn that made it.
 
     previous    id of the response that it goes on from
     session_id  the session whose resident cache holds the conversation
-    messages    (role, text) of its own input
-    answer      the text of its output
+    messages    its own input
+    answer      its output, as later turns have it
     shown       the response as clients see it, in JSON
     """
 
@@ -40,22 +66,22 @@ class StoredResponse:
     owner: str
     previous: str | None
     session_id: str
-    messages: tuple[tuple[str, str], ...]
-    answer: str
+    messages: tuple[KeptMessage, ...]
+    answer: KeptMessage
     shown: str
 
     @property
     def bytes(self) -> int:
-        texts = (self.answer, self.shown, *(text for _, text in self.messages))
-        return RECORD_BYTES + sum(len(text.encode()) for text in texts)
+        said = sum(message.bytes for message in (*self.messages, self.answer))
+        return RECORD_BYTES + len(self.shown.encode()) + said
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation up to and including one response: (role, text) of every message."""
+    """A conversation up to and including one response."""
 
     session_id: str
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[KeptMessage, ...]
 
 
 class ResponseStore(Protocol):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from bad_input import HUGE, INFINITY, NAN, assert_refused, dump, label
 from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, error_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,9 +15,7 @@ from serve_app.openai.responses_protocol import ResponsesRequest
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
 
-NAN, INFINITY = float("nan"), float("inf")
 USER = [{"role": "user", "content": "Hi"}]
-HUGE = 10**400
 
 
 def message(**fields: Any) -> dict[str, Any]:
@@ -173,94 +171,6 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
 ]  # fmt: skip
 
-RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
-    *[({"input": v}, "input") for v in (None, [], 5, True, {}, NAN, [{"role": "user", "content": "x"}] * 4097)],
-    *[({"input": [v]}, "input.0") for v in (None, "Hi", 5, [])],
-    *[({"input": [{"role": v, "content": "x"}]}, "input.0.role") for v in
-      (None, "", "robot", "tool", 5, [], {}, "\ud800")],
-    *[({"input": [{"role": "user", "content": v}]}, "input.0.content") for v in
-      (None, 5, {}, "\ud800", ["x"], [{}], [{"type": "text", "text": "x"}], [{"type": "output_text", "text": "x"}],
-       [{"type": "input_text"}], [{"type": "input_text", "text": 5}], [{"type": "input_text", "text": "\udfff"}],
-       [{"type": "input_image", "image_url": "x"}], [{"type": "input_file"}], [[]])],
-    ({"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]}, "input.0.content"),
-    *[({"input": [{"type": v, "role": "user", "content": "x"}]}, "input.0.type") for v in
-      ("item_reference", "function_call", "function_call_output", "reasoning", None, 5, "")],
-    ({"input": [{"role": "user"}]}, "input.0.content"),
-    ({"input": [{"role": "user", "content": "a"}, 7]}, "input.1"),
-    *[({"text": v}, "text") for v in (5, "json", [])],
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
-    *[({"text": {"format": v}}, "text.format") for v in (5, "json", {"type": "json_schema", "name": "x"})],
-    *[({"text": {"format": {"type": v}}}, "text.format.type") for v in (None, "xml", 5)],
-    *[({"text": {"format": {"type": "json_schema", "schema": v}}}, "text.format.schema") for v in
-      (5, "{", {"type": "objec"})],
-    *[({"instructions": v}, "instructions") for v in (5, True, [], ["x"], {}, "\ud800")],
-    *[({"previous_response_id": v}, "previous_response_id") for v in (5, True, [], {}, "", "x" * 129, "x" * 10**6,
-      "\ud800")],
-    *[({"store": v}, "store") for v in ("true", 1, 0, [], "")],
-    *[({"max_output_tokens": v}, "max_output_tokens") for v in
-      (0, -1, "5", True, 1.0, 2**31, HUGE, NAN, INFINITY, [], {})],
-    *[({"metadata": v}, "metadata") for v in
-      (5, "x", [], {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)})],
-    *[({"metadata": {"a": v}}, "metadata.a") for v in (5, None, True, [], {}, "\ud800")],
-    *[({"temperature": v}, "temperature") for v in ("1", True, NAN, INFINITY, -0.1, 2.1, HUGE)],
-    ({"presence_penalty": 3}, "presence_penalty"), ({"logit_bias": {"49152": 1}}, "logit_bias"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"min_tokens": 2, "max_output_tokens": 1}, "min_tokens"),
-    *[({"top_p": v}, "top_p") for v in ("1", NAN, 0, 1.1)],
-    *[({"stream": v}, "stream") for v in ("true", 1, [])],
-    *[({"user": v}, "user") for v in (5, "x" * 4097)],
-    *[({"session_id": v}, "session_id") for v in (5, "", "a\nb", "x" * 257)],
-    *[({"cache_salt": v}, "cache_salt") for v in (5, "x" * 4097)],
-    *[({"stop": v}, "stop") for v in ("", ["a", 5], ["x"] * 17)],
-    ({"model": 5}, "model"),
-]  # fmt: skip
-
-RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
-    ("tools", [{"type": "web_search"}]), ("tools", "x"), ("tool_choice", "required"), ("tool_choice", {"type": "x"}),
-    ("parallel_tool_calls", False), ("max_tool_calls", 3), ("reasoning", {"effort": "high"}), ("reasoning", "high"),
-    ("background", True), ("background", "yes"),
-    ("conversation", "conv_1"), ("conversation", {"id": "conv_1"}), ("include", ["message.output_text.logprobs"]),
-    ("truncation", "auto"),
-    ("prompt", {"id": "pmpt_1"}), ("top_logprobs", 3), ("top_logprobs", 10**9), ("n", 2),
-    ("stream_options", {"include_obfuscation": True}), ("stream_options", {"include_usage": True}),
-    ("context_management", [{"type": "compaction"}]), ("moderation", {}), ("chat_template", "{{ 1 }}"),
-    ("chat_template_kwargs", {"a": 1}), ("messages", []), ("max_tokens", 5), ("max_completion_tokens", 5),
-    ("best_of", 2), ("logprobs", True), ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a"}),
-]  # fmt: skip
-
-RESPONSES_DEFAULTS: list[tuple[str, Any]] = [
-    ("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("parallel_tool_calls", True),
-    ("background", False), ("reasoning", {}), ("reasoning", {"effort": None}),
-    ("text", {"format": {"type": "text"}}), ("text", {}), ("text", {"format": {"type": "json_object"}}), ("text", None),
-    ("include", []), ("truncation", "disabled"), ("top_logprobs", 0),
-    ("stream_options", {"include_obfuscation": False}), ("metadata", {}), ("metadata", None),
-    ("store", None), ("instructions", None), ("previous_response_id", None),
-    ("service_tier", "auto"), ("prompt_cache_key", "x"), ("safety_identifier", "x"), ("conversation", None),
-    ("instructions", ""), ("input", ""), ("stop", None),
-]  # fmt: skip
-
-
-def dump(content: Any) -> bytes:
-    """As a client in Python would send it: NaN and Infinity bare, lone surrogates escaped."""
-    return json.dumps(content).encode()
-
-
-def assert_refused(server: Server, path: str, content: Any, param: str | None) -> None:
-    response = server.client.post(path, content=dump(content))
-    assert response.status_code == 400, response.text[:300]
-    error = error_of(response)
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert param is None or param in error["message"]
-    assert "should" not in error["message"]  # the words of a library
-    assert len(response.content) < 4000
-    assert server.engine.requests == []
-    assert server.chat().status_code == 200
-
-
-def label(value: Any) -> str:
-    return repr(value)[:40].encode("ascii", "backslashreplace").decode()
-
 
 @pytest.mark.parametrize(("fields", "param"), CHAT_CASES, ids=[label(case) for case in CHAT_CASES])
 def test_a_bad_chat_request_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
@@ -280,30 +190,6 @@ def test_what_is_not_served_is_refused_by_name(server: Server, name: str, value:
 @pytest.mark.parametrize(("fields", "param"), COMPLETION_CASES, ids=[label(case) for case in COMPLETION_CASES])
 def test_a_bad_completion_request_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
     assert_refused(server, COMPLETIONS, {"model": MODEL, "prompt": "x", **fields}, param)
-
-
-@pytest.mark.parametrize(("fields", "param"), RESPONSES_CASES, ids=[label(case) for case in RESPONSES_CASES])
-def test_a_bad_response_request_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
-    assert_refused(server, RESPONSES, {"model": MODEL, "input": "x", **fields}, param)
-
-
-@pytest.mark.parametrize(("name", "value"), RESPONSES_NOT_SERVED, ids=[label(case) for case in RESPONSES_NOT_SERVED])
-def test_what_responses_do_not_serve_is_refused_by_name(server: Server, name: str, value: Any) -> None:
-    response = server.client.post(RESPONSES, content=dump({"input": "x", name: value}))
-    error = error_of(response)
-    assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
-
-
-@pytest.mark.parametrize(("name", "value"), RESPONSES_DEFAULTS, ids=[label(case) for case in RESPONSES_DEFAULTS])
-def test_what_means_the_default_is_accepted(server: Server, name: str, value: Any) -> None:
-    assert server.client.post(RESPONSES, content=dump({"input": "x", name: value})).status_code == 200
-
-
-@pytest.mark.parametrize("value", ["resp_missing", "x", "\x00", "é", "../../etc", "a" * 128])
-def test_an_unknown_previous_response_is_not_found(server: Server, value: str) -> None:
-    response = server.respond(previous_response_id=value)
-    assert (response.status_code, error_of(response)["param"]) == (404, "previous_response_id")
-    assert server.engine.requests == []
 
 
 def test_missing_messages_and_prompt_are_named(server: Server) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,11 @@ import httpx
 import openai
 import pytest
 from http_harness import CHAT, MODEL, Server, error_of, events
+from real_door import real_door
 
-from engine_actor.actor import EngineActor
-from engine_actor.actor_options import ActorOptions
 from engine_actor.options import GuidanceKind
-from serve_app.ingress.app import create_app
-from serve_app.ingress.settings import IngressSettings
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoreLimits
 from serve_app.text.calls import OPENING, written_call
 from serve_app.text.prompts import PromptBuilder
-from serve_app.text.stream import AnswerText
-from serve_app.text.tokenizer import Tokenizer
-from tests.support.local_engine import LocalEngine
 
 CITY = {
     "type": "object",
@@ -137,26 +127,6 @@ def test_a_schema_with_words_that_cannot_be_kept_to(server: Server) -> None:
 # -- the real model ---------------------------------------------------------------------------------------------------
 
 
-def _text(tokenizer: Tokenizer, ids: Any) -> str:
-    text = AnswerText(tokenizer)
-    return text.push(ids) + text.finish()
-
-
-@asynccontextmanager
-async def _door(smollm2_path: Path, prompts: PromptBuilder) -> AsyncIterator[httpx.AsyncClient]:
-    tokenizer = prompts.tokenizer
-    options = ActorOptions(str(smollm2_path), kv_memory=float(2**27), threads=1)
-    actor = EngineActor(options, "replica-1", partial(_text, tokenizer), vocabulary=tokenizer.vocabulary)
-    await actor.start()
-    try:
-        settings = IngressSettings(model_ids=(MODEL,))
-        app = create_app(settings, LocalEngine(actor), prompts, MemoryResponseStore(StoreLimits()))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door", timeout=120) as http:
-            yield http
-    finally:
-        await actor.stop()
-
-
 async def _ask(http: httpx.AsyncClient, messages: list[Any], **fields: Any) -> dict[str, Any]:
     body = {"model": MODEL, "messages": messages, "max_tokens": 100, "temperature": 0, "tools": TOOLS, **fields}
     response = await http.post(CHAT, json=body)
@@ -177,7 +147,7 @@ def _assert_fits(call: dict[str, Any], names: set[str]) -> None:
 
 
 async def test_whatever_the_model_calls_fits_its_tools(smollm2_path: Path, prompts: PromptBuilder) -> None:
-    async with _door(smollm2_path, prompts) as http:
+    async with real_door(smollm2_path, prompts) as http:
         hot = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "seed": 7, "n": 4}
         several = await _ask(http, ASKED, tool_choice="required", **hot)
         one = await _ask(http, ASKED, tool_choice="required", parallel_tool_calls=False, **hot)
@@ -199,7 +169,7 @@ async def test_whatever_the_model_calls_fits_its_tools(smollm2_path: Path, promp
 
 
 async def test_an_agents_turn_computes_only_what_is_new(smollm2_path: Path, prompts: PromptBuilder) -> None:
-    async with _door(smollm2_path, prompts) as http:
+    async with real_door(smollm2_path, prompts) as http:
         messages: list[Any] = list(ASKED)
         known = 0
         for turn in range(4):

@@ -6,9 +6,10 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
-from serve_app.responses.store import History, ResponseStore, StoredResponse
+from serve_app.responses.store import History, KeptCall, KeptMessage, ResponseStore, StoredResponse
 
 
 def stored(previous: StoredResponse | None = None, owner: str = "o", text: str = "hi", **fields: str) -> StoredResponse:
@@ -19,8 +20,8 @@ def stored(previous: StoredResponse | None = None, owner: str = "o", text: str =
         owner=owner,
         previous=None if previous is None else previous.id,
         session_id=response_id if previous is None else previous.session_id,
-        messages=(("user", text),),
-        answer=fields.get("answer", f"re: {text}"),
+        messages=(KeptMessage("user", text),),
+        answer=KeptMessage("assistant", f"re: {text}"),
         shown=fields.get("shown", f'"{response_id}"'),
     )
 
@@ -44,9 +45,21 @@ class ResponseStoreConformance:
             await store.put(response)
         history = await store.history("o", third.id)
         assert history is not None and history.session_id == first.id
-        assert [role for role, _ in history.messages] == ["user", "assistant"] * 3
-        assert [said for _, said in history.messages] == ["a", "re: a", "b", "re: b", "c", "re: c"]
-        assert await store.history("o", first.id) == History(first.id, (("user", "a"), ("assistant", "re: a")))
+        assert [message.role for message in history.messages] == ["user", "assistant"] * 3
+        assert [message.text for message in history.messages] == ["a", "re: a", "b", "re: b", "c", "re: c"]
+        said = KeptMessage("user", "a"), KeptMessage("assistant", "re: a")
+        assert await store.history("o", first.id) == History(first.id, said)
+
+    async def test_calls_and_their_outputs_are_history(self, store: ResponseStore) -> None:
+        calls = KeptCall("call_1", "weather", '{"city": "Zürich"}'), KeptCall("call_2", "now", "{}")
+        first = replace(stored(), answer=KeptMessage("assistant", "Let me see.", calls))
+        outputs = KeptMessage("tool", "rain", call_id="call_1"), KeptMessage("tool", "noon", call_id="call_2")
+        second = replace(stored(first), messages=outputs)
+        for response in (first, second):
+            await store.put(response)
+        history = await store.history("o", second.id)
+        assert history is not None
+        assert history.messages == (*first.messages, first.answer, *outputs, second.answer)
 
     async def test_branches_share_what_is_before_them(self, store: ResponseStore) -> None:
         root = stored(text="a")
@@ -56,7 +69,7 @@ class ResponseStoreConformance:
         for branch, text in ((left, "left"), (right, "right")):
             history = await store.history("o", branch.id)
             assert history is not None
-            assert [said for _, said in history.messages] == ["a", "re: a", text, f"re: {text}"]
+            assert [message.text for message in history.messages] == ["a", "re: a", text, f"re: {text}"]
 
     async def test_without_one_of_its_chain_a_response_has_no_history(self, store: ResponseStore) -> None:
         first = stored()

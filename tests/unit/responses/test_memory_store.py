@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import random
+import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoredResponse, StoreLimits
+from serve_app.responses.store import KeptCall, KeptMessage, StoredResponse, StoreLimits
 from tests.support.response_store import ResponseStoreConformance, held, stored
 
 
@@ -87,6 +89,19 @@ async def test_history_takes_no_more_memory_than_what_was_said() -> None:
         used.append(store.bytes)
     steps = {after - before for before, after in pairwise(used)}
     assert len(steps) == 1
+
+
+async def test_calls_and_outputs_count_as_what_they_hold() -> None:
+    plain = stored()
+    for size in (1_000, 100_000):
+        text = "x" * size
+        for held_in in (KeptCall("c", text, "{}"), KeptCall("c", "f", text), KeptCall(text, "f", "{}")):
+            calling = replace(plain, answer=replace(plain.answer, calls=(held_in,)))
+            assert size <= calling.bytes - plain.bytes <= size + 400
+        output = replace(plain, messages=(*plain.messages, KeptMessage("tool", text, call_id="c")))
+        assert size <= output.bytes - plain.bytes <= size + 400
+    many = replace(plain, messages=(KeptMessage("user", ""),) * 1000)
+    assert many.bytes >= sum(map(sys.getsizeof, (many.messages, *(replace(message) for message in many.messages))))
 
 
 async def test_what_is_put_again_replaces_itself() -> None:

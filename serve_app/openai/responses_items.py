@@ -1,0 +1,120 @@
+"""Items of a response's input: messages, calls of functions, and what these gave."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
+
+from serve_app.ingress.errors import bad_value
+from serve_app.openai.protocol import ROLES, check_role, joined_text
+from serve_app.openai.strict import Strict, Text, refuse, whole_text
+from serve_app.openai.tools import checked_arguments, parsed_arguments
+from serve_app.openai.wording import first_error
+
+_PARTS = {"user": ("input_text",), "assistant": ("output_text", "input_text")}
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_STRING = {"type": "string"}
+_ITEMS: list[object] = [
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "message"},
+            "role": {"type": "string", "enum": list(ROLES)},
+            "content": _TEXT,
+        },
+        "required": ["role", "content"],
+    },
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function_call"},
+            "call_id": _STRING,
+            "name": _STRING,
+            "arguments": _STRING,
+            "status": {"enum": ["in_progress", "completed", "incomplete"]},
+        },
+        "required": ["type", "call_id", "name", "arguments"],
+    },
+    {
+        "type": "object",
+        "properties": {"type": {"const": "function_call_output"}, "call_id": _STRING, "output": _TEXT},
+        "required": ["type", "call_id", "output"],
+    },
+]
+INPUT_SCHEMA = {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _ITEMS}, "minItems": 1}]}
+
+
+def _content(value: object, info: ValidationInfo) -> str:
+    return joined_text(value, _PARTS.get(info.data.get("role", ""), _PARTS["user"]))
+
+
+class InputMessage(Strict):
+    """A message of the client, or one of an earlier response's output that comes back."""
+
+    role: Annotated[str, BeforeValidator(check_role)]
+    content: Annotated[str, BeforeValidator(_content)]
+
+
+def _arguments(value: object, info: ValidationInfo) -> str:
+    if info.data.get("status") in (None, "completed"):
+        checked_arguments(value)
+    return whole_text(value)
+
+
+class FunctionCall(Strict):
+    """From an earlier response's output. One that a limit has cut may come back as it is; it is then passed over."""
+
+    call_id: Annotated[Text, Field(min_length=1)]
+    name: Text
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    arguments: Annotated[str, BeforeValidator(_arguments)]
+
+    @cached_property
+    def whole(self) -> bool:
+        return parsed_arguments(self.arguments) is not None
+
+
+def _output(value: object) -> str:
+    return joined_text(value, ("input_text",))
+
+
+class FunctionCallOutput(Strict):
+    call_id: Annotated[Text, Field(min_length=1)]
+    output: Annotated[str, BeforeValidator(_output)]
+
+
+Item = InputMessage | FunctionCall | FunctionCallOutput
+_KINDS: dict[str, type[Item]] = {
+    "message": InputMessage,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+}
+
+
+def items_of(value: object) -> list[Item]:
+    """A text is a message of the user. Raises ApiError that names the item and its field."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        refuse("must be a string or a list of items")
+    return [_item(item, f"input.{i}") for i, item in enumerate(value)]
+
+
+def _item(value: object, param: str) -> Item:
+    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        kinds = " or ".join(f"'{known}'" for known in _KINDS)
+        raise bad_value(f"{param}.type", f"must be {kinds}: no other kind of item is supported by this server")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise first_error(error, param) from error
