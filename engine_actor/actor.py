@@ -32,7 +32,8 @@ from engine_actor.options import EngineConfig
 from engine_actor.outcomes import StepReport
 from engine_actor.owner_loop import OwnerLoop
 from engine_actor.place_times import LEAST_SECONDS
-from engine_actor.sampling.guidance import Vocabulary
+from engine_actor.sampling.guidance import Grammar, Grammars
+from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.sessions import Detokenize, SessionTable
 from engine_actor.step_bound import StepBound
 from engine_actor.stopwatch import Stopwatch
@@ -92,7 +93,7 @@ class EngineActor:
         vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
         """`on_step` is called on the owner thread with the report of each transaction; it must be quick. `vocabulary`
-        is needed for turns whose answer follows a grammar, and asked for on a thread of its own."""
+        is needed for turns whose answer follows a grammar, and asked for on the owner thread while it starts."""
         self.options = options
         self.replica = replica
         self._detokenize = detokenize
@@ -106,6 +107,8 @@ class EngineActor:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = 0
+        self._compiler = concurrent.futures.ThreadPoolExecutor(1, f"grammars-{replica}")
+        self._compiling = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -163,6 +166,9 @@ class EngineActor:
         )
         with watch.step("allocate pools"):
             engine = Engine(loaded.decoder, config, self._vocabulary)
+        if self._vocabulary is not None:
+            with watch.step("read vocabulary"):
+                engine.grammars.prepare()
         sessions = SessionTable(
             engine, self.replica, options.max_sessions, options.session_ttl_seconds, self._detokenize
         )
@@ -186,6 +192,7 @@ class EngineActor:
         self._accepting = False
         if self._owner is not None:
             self._owner.stop()
+        self._compiler.shutdown(wait=False)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -196,12 +203,11 @@ class EngineActor:
         mailbox = Mailbox()
         turn = Turn(request, mailbox.put)
         owner = self._owner
-        if owner is not None and request.guidance is not None:
-            try:  # here, since a large grammar takes longer than a step
-                await asyncio.to_thread(owner.engine.grammars.compile, request.guidance)
-            except UnusableGrammar as error:
-                yield TurnRefused(RefusalCode.INVALID, str(error))
-                return
+        # The turn keeps what is compiled for it until it has its own copy, so that the owner never waits for that.
+        grammar = None if owner is None or not self._accepting else await self._compiled(request, owner.engine.grammars)
+        if isinstance(grammar, TurnRefused):
+            yield grammar
+            return
         if not self._accepting or owner is None or not owner.post(lambda: owner.submit(turn)):
             yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=LEAST_SECONDS)
             return
@@ -212,6 +218,25 @@ class EngineActor:
         finally:
             self._count_open(-1)
             owner.post(lambda: owner.cancel(turn))  # does nothing if the turn is over
+
+    async def _compiled(self, request: TurnRequest, grammars: Grammars) -> Grammar | TurnRefused | None:
+        """What the turn's answer will follow. A large grammar takes longer than a step, so all are compiled on a thread
+        of their own: one, since they must not take the processors from the model."""
+        if request.guidance is None:
+            return None
+        if (known := grammars.find(request.guidance)) is not None:
+            return known
+        if self._compiling >= self.options.queue_limit and request.resumed_tokens is None:
+            return TurnRefused(
+                RefusalCode.QUEUE_FULL, f"{self._compiling} grammars are waiting already", retry_after=1.0
+            )
+        self._compiling += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compiler, grammars.compile, request.guidance)
+        except UnusableGrammar as error:
+            return TurnRefused(RefusalCode.GRAMMAR, str(error))
+        finally:
+            self._compiling -= 1
 
     def _count_open(self, change: int) -> None:
         self._open += change

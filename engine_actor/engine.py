@@ -33,7 +33,8 @@ from engine_actor.options import EngineConfig, Numerics, RequestOptions, require
 from engine_actor.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler
-from engine_actor.sampling.guidance import Grammars, Vocabulary
+from engine_actor.sampling.guidance import Grammars
+from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.scheduling.preemption import choose_victim
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine_actor.engine import Engine
-from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy
+from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy, UnusableGrammar
 from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.heartbeat import SNAPSHOT_SECONDS, Heartbeat, Snapshot
 from engine_actor.open_turns import Choice, Delivery, Turn
@@ -233,6 +233,8 @@ class OwnerLoop:
             self._refuse(turn, RefusalCode.CONTEXT_LENGTH, str(error), length, error.limit)
         except EngineUnhealthy as error:
             self._refuse(turn, RefusalCode.UNAVAILABLE, f"the engine stopped: {error}")
+        except UnusableGrammar as error:
+            self._refuse(turn, RefusalCode.GRAMMAR, str(error))
         except EngineError as error:
             self._refuse(turn, RefusalCode.INVALID, str(error))
         except BaseException as error:  # ours, and the end of this engine: its caller must hear of it, too

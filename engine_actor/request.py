@@ -22,7 +22,7 @@ from engine_actor.options import RequestOptions, TurnOptions
 if TYPE_CHECKING:
     from engine_actor.lifecycle import Lifecycle
     from engine_actor.memory.prefix_index import PrefixMatch
-    from engine_actor.sampling.guidance import Cursor
+    from engine_actor.sampling.guidance_cursor import Cursor
 
 
 class RequestStatus(StrEnum):

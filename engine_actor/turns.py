@@ -94,6 +94,7 @@ class RefusalCode(StrEnum):
 
     CONTEXT_LENGTH = "context_length_exceeded"  # never fits: the client's to mend
     INVALID = "invalid_request"  # a value that the engine refuses
+    GRAMMAR = "invalid_grammar"  # no grammar of its kind, or not one for this model
     SESSION_BUSY = "session_busy"  # too many turns of this session wait already
     QUEUE_FULL = "queue_full"  # this replica's queue is full
     UNAVAILABLE = "unavailable"  # draining, or its engine has failed

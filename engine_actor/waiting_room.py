@@ -79,5 +79,5 @@ class WaitingRoom:
                 return self._times.until_over()
             case RefusalCode.UNAVAILABLE:
                 return LEAST_SECONDS
-            case RefusalCode.CONTEXT_LENGTH | RefusalCode.INVALID:
+            case RefusalCode.CONTEXT_LENGTH | RefusalCode.INVALID | RefusalCode.GRAMMAR:
                 return 0.0

@@ -52,14 +52,16 @@ class BatchedSampler:
             return []
         host = to_host(logits)
         assert host.shape[0] == len(rows), f"{host.shape[0]} rows of logits for {len(rows)} samples"
-        if any(row.context is not None for row in rows):
-            host = host.copy()
-            for i, row in enumerate(rows):
-                if row.context is not None:
-                    process(host[i], row.params, row.context)
         best = host.argmax(axis=1)
         # argmax stops at the first NaN, so a peak that is finite is a true one.
         peaks = host[np.arange(len(rows)), best]
+        lines = {}  # of rows that are changed: copies, since log-probabilities are those of the model
+        for i, row in enumerate(rows):
+            if row.context is not None:
+                line = lines[i] = host[i].copy()
+                process(line, row.params, row.context)
+                best[i] = line.argmax()
+                peaks[i] = line[best[i]]
         tokens: list[int | None] = best.tolist()
         for broken in np.flatnonzero(~np.isfinite(peaks)):
             tokens[broken] = None
@@ -70,7 +72,7 @@ class BatchedSampler:
             draws = uniforms([rows[i].params.seed for i in random], [rows[i].position for i in random])
             with np.errstate(over="ignore"):  # a logit infinitely far below the peak has no weight, as it should
                 for i, u in zip(random, draws, strict=True):
-                    tokens[i] = _draw(host[i], peaks[i], rows[i].params, float(u), self._weights)
+                    tokens[i] = _draw(lines.get(i, host[i]), peaks[i], rows[i].params, float(u), self._weights)
         return tokens
 
 

@@ -1,57 +1,70 @@
-"""What an answer may be: a grammar that it follows, as a mask over the vocabulary for each next token.
+"""Grammars that answers follow: what is one, and those of one model, compiled.
 
-A cursor is a function of the grammar and of the answer's tokens so far. It remembers how far it has read, and reads
-committed tokens only: a rollback has nothing to restore, draining events moves nothing, and a turn that was preempted,
-forked or taken over from another engine reads its tokens again (F283 to F285, F293).
+They are compiled off the owner thread, once for all turns that use them (F288); where an answer stands in its grammar
+is a cursor's to know (`guidance_cursor`).
 
-Grammars are compiled off the owner thread, once for all turns that use them (F288). A cursor's mask is made while the
-model may still be running on its device: it needs no logits.
+A grammar comes from a stranger. What it may cost is bounded: to compile it, and for one mask, by the library's limits;
+to keep it, by the time that it took to compile; for the masks of a turn, by a budget of the cursor's.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from weakref import WeakValueDictionary
 
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from engine_actor.errors import GuidanceFailed, UnusableGrammar
+from engine_actor.errors import UnusableGrammar
 from engine_actor.options import Guidance, GuidanceKind
+from engine_actor.sampling.guidance_cursor import Cursor, said_shortly
+from engine_actor.sampling.vocabulary import Vocabulary, Words
 
+# Where these differ from the library's own they are lower. A state is about 1 kB; so much fuel is burnt in 7 ms.
+LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=100_000, verbose_errors=False)
 KEPT_GRAMMARS = 128
-LONGEST_REASON = 500  # characters of what the library says of a grammar
+KEPT_SECONDS = 1.0  # of compiling what is kept. A grammar's memory grows with that, by up to 0.5 MB a millisecond
+SECONDS_TO_RENEW = 0.05  # of compiling, on the owner thread
 
 # One line, with a space after each comma and colon, as json.dumps and chat templates write it: what a client sends back
-# has the tokens that were generated, and no model loses itself in white space.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# has the tokens that were generated, and no model loses itself in white space. A schema's own options ("x-guidance")
+# can't change that.
+JSON_STYLE = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a grammar must know of a tokenizer.
+@lru_cache(maxsize=KEPT_GRAMMARS)
+def check_grammar(guidance: Guidance) -> None:
+    """Raises UnusableGrammar with the reason if it is no grammar, as far as that can be told without a vocabulary: in
+    0.3 s at most, which are spent once for each text."""
+    if reason := LLMatcher.validate_grammar(_grammar_of(guidance), limits=LIMITS):
+        raise UnusableGrammar(guidance.kind, said_shortly(reason))
 
-    tokens   the bytes of each token by id
-    special  control tokens: no text is made of them
-    encode   ids of a text that stands in the middle of a sequence
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Grammar:
+    """A compiled grammar at its start. Turns that hold it keep it from being compiled again.
+
+    The lexer's automaton is built as answers need it, and shared by all copies of `matcher`. One that grows beyond its
+    limit fails in each of them.
     """
 
-    tokens: Sequence[bytes]
-    special: frozenset[int]
-    encode: Callable[[str], list[int]]
-
-
-def check_grammar(guidance: Guidance) -> None:
-    """Raises UnusableGrammar with the reason if it is no grammar, as far as that can be told without a vocabulary."""
-    if reason := LLMatcher.validate_grammar(_grammar_of(guidance)):
-        raise UnusableGrammar(guidance.kind, _shortened(reason))
+    guidance: Guidance
+    matcher: LLMatcher
+    seconds: float  # of processor time that it took to make
 
 
 class Grammars:
-    """The grammars of one model. `compile` may be called on any thread, all else belongs to the engine's owner.
+    """The grammars of one model. `prepare`, `compile` and `find` may be called on any thread, all else belongs to the
+    engine's owner.
 
     compiled, reused    grammars made, and found again, since the start
     """
@@ -64,117 +77,91 @@ class Grammars:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
-        self._words: _Words | None = None
+        self._words: Words | None = None
         self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Guidance, LLMatcher] = OrderedDict()
+        self._tokenizer_lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments only: of what follows
+        self._kept: OrderedDict[Guidance, Grammar] = OrderedDict()  # latest last
+        self._alive: WeakValueDictionary[Guidance, Grammar] = WeakValueDictionary()
 
-    def compile(self, guidance: Guidance) -> LLMatcher:
-        """The grammar at its start. Raises UnusableGrammar with the reason if it can't be used here."""
+    def prepare(self) -> None:
+        """Reads the vocabulary, if there is one, which the first grammar would have to wait for: 0.1 s for 50,000
+        tokens, a second for 260,000, in which no other Python thread runs for most of the time."""
+        if self._vocabulary is not None and self._eos:
+            self._read_vocabulary(self._vocabulary)
+
+    def find(self, guidance: Guidance) -> Grammar | None:
+        """The grammar, if it is compiled already."""
         with self._lock:
-            if (known := self._known.get(guidance)) is not None:
-                self._known.move_to_end(guidance)
+            grammar = self._alive.get(guidance)
+            if grammar is not None:
                 self.reused += 1
-                return known
-        matcher = LLMatcher(self._tokenizer_for(guidance), _grammar_of(guidance), log_level=0)
+                self._keep(grammar)
+            return grammar
+
+    def compile(self, guidance: Guidance) -> Grammar:
+        """The grammar at its start. Raises UnusableGrammar with the reason if it can't be used here."""
+        if (known := self.find(guidance)) is not None:
+            return known
+        grammar = self.compile_anew(guidance)
+        with self._lock:
+            self._alive[guidance] = grammar
+            self._keep(grammar)
+        return grammar
+
+    def compile_anew(self, guidance: Guidance) -> Grammar:
+        """One that shares nothing with any other. Raises as `compile` does."""
+        if self._vocabulary is None:
+            raise UnusableGrammar(guidance.kind, "this engine was given no vocabulary")
+        if not self._eos:
+            raise UnusableGrammar(guidance.kind, "this model has no token that ends an answer")
+        tokenizer = self._read_vocabulary(self._vocabulary)
+        begun = time.thread_time()
+        matcher = LLMatcher(tokenizer, _grammar_of(guidance), log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask is the dearest, and shows what allows no token at all
         if matcher.is_error():
-            raise UnusableGrammar(guidance.kind, _shortened(matcher.get_error()))
+            raise UnusableGrammar(guidance.kind, said_shortly(matcher.get_error()))
         with self._lock:
             self.compiled += 1
-            self._known[guidance] = matcher
-            if len(self._known) > KEPT_GRAMMARS:
-                self._known.popitem(last=False)
-        return matcher
+        return Grammar(guidance, matcher, time.thread_time() - begun)
+
+    def forget(self, grammar: Grammar) -> None:
+        """The next turn that asks for it gets another one."""
+        with self._lock:
+            for known in (self._kept, self._alive):
+                if known.get(grammar.guidance) is grammar:
+                    del known[grammar.guidance]
 
     def cursor(self, guidance: Guidance) -> Cursor:
         """Raises UnusableGrammar as `compile` does."""
-        matcher = self.compile(guidance).deep_copy()
+        grammar = self.compile(guidance)
         assert self._words is not None
-        return Cursor(matcher, self._vocab_size, self._words, guidance.trigger.encode())
+        return Cursor(
+            grammar.matcher.deep_copy(), lambda: self._renewed(grammar), self._words, guidance.trigger.encode()
+        )
 
-    def _tokenizer_for(self, guidance: Guidance) -> LLTokenizer:
-        with self._lock:
+    def _renewed(self, grammar: Grammar) -> LLMatcher | None:
+        """Another copy of it, with an automaton of its own. Not if that takes longer than a step: then only turns that
+        begin from now on get another one."""
+        self.forget(grammar)
+        return self.compile_anew(grammar.guidance).matcher if grammar.seconds <= SECONDS_TO_RENEW else None
+
+    def _keep(self, grammar: Grammar) -> None:
+        """As the latest one. It stays even if it alone is more than may be kept."""
+        self._kept[grammar.guidance] = grammar
+        self._kept.move_to_end(grammar.guidance)
+        seconds = sum(kept.seconds for kept in self._kept.values())
+        while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or seconds > KEPT_SECONDS):
+            seconds -= self._kept.popitem(last=False)[1].seconds
+
+    def _read_vocabulary(self, vocabulary: Callable[[], Vocabulary]) -> LLTokenizer:
+        with self._tokenizer_lock:
             if self._tokenizer is None:
-                if self._vocabulary is None:
-                    raise UnusableGrammar(guidance.kind, "this engine was given no vocabulary")
-                if not self._eos:
-                    raise UnusableGrammar(guidance.kind, "this model has no token that ends an answer")
-                self._words = _Words(self._vocabulary(), self._vocab_size, self._eos[0])
+                self._words = Words(vocabulary(), self._vocab_size, self._eos[0])
                 wrapper = TokenizerWrapper(self._words)
                 self._tokenizer = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=self._eos)
             return self._tokenizer
-
-
-class Cursor:
-    """Where one answer stands in its grammar."""
-
-    __slots__ = ("_awaited", "_mask", "_matcher", "_read", "_tail", "_vocab_size", "_words")
-
-    def __init__(self, matcher: LLMatcher, vocab_size: int, words: _Words, trigger: bytes) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._words = words
-        self._awaited = trigger  # empty once the answer has it
-        self._tail = b""  # as much of the answer's end as may begin the trigger
-        self._read = 0
-        self._mask = np.zeros((vocab_size + 31) // 32, np.int32)  # F292
-
-    @property
-    def read(self) -> int:
-        """Tokens of the answer that it has read."""
-        return self._read
-
-    def allowed(self, answer: Sequence[int]) -> NDArray[np.bool_] | None:
-        """bool [vocab_size]: which tokens may follow; None: any. `answer`: all committed tokens of it, which go on from
-        those given before. Raises GuidanceFailed, now and for ever, where the library gives up (F291)."""
-        for token in answer[self._read :]:
-            self._read_one(token)
-        self._read = len(answer)
-        if not self._free:
-            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._matcher.is_error():
-            raise GuidanceFailed(_shortened(self._matcher.get_error()))
-        if self._free:
-            return None
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
-        return bits[: self._vocab_size].view(np.bool_)
-
-    @property
-    def _free(self) -> bool:
-        """The trigger has not even begun."""
-        return bool(self._awaited) and not self._tail
-
-    def _read_one(self, token: int) -> None:
-        if not self._awaited:
-            self._matcher.consume_token(token)
-            return
-        text = self._words.tokens[token]
-        if not text or token in self._words.special:
-            return  # chosen without a mask; no part of the text
-        self._matcher.consume_token(token)
-        tail = self._tail + text
-        if self._awaited in tail:
-            self._awaited = b""
-            return
-        longest = min(len(tail), len(self._awaited) - 1)
-        begun = (n for n in range(longest, 0, -1) if self._awaited.startswith(tail[-n:]))
-        self._tail = tail[len(tail) - next(begun, 0) :]
-
-
-class _Words:
-    """A vocabulary as the library reads it. It asks for the ids of a text where only that text can follow."""
-
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_id: int) -> None:
-        known = list(vocabulary.tokens[:vocab_size])
-        self.tokens = known + [b""] * (vocab_size - len(known))
-        self.special = vocabulary.special
-        self.special_token_ids = sorted(i for i in vocabulary.special if i < vocab_size)
-        self.eos_token_id = eos_token_id
-        self.bos_token_id: int | None = None
-        self._encode = vocabulary.encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
 
 
 def _grammar_of(guidance: Guidance) -> str:
@@ -185,10 +172,4 @@ def _grammar_of(guidance: Guidance) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(guidance.data, overrides=JSON_STYLE)  # type: ignore[arg-type]
     except ValueError as error:
-        raise UnusableGrammar(guidance.kind, _shortened(str(error))) from None
-
-
-def _shortened(reason: str) -> str:
-    """The first paragraph: what follows is the library's own state."""
-    text = " ".join(reason.split("<state>")[0].split())
-    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."
+        raise UnusableGrammar(guidance.kind, said_shortly(str(error))) from None

@@ -152,7 +152,8 @@ class FailoverTurn:
             return []
         if refusal.code is RefusalCode.CONTEXT_LENGTH and (ends := self._progress.missing_end(refusal)):
             return [*ends]
-        return self._give_up(refusal) if refusal.code is RefusalCode.INVALID or now > self._deadline else []
+        hopeless = refusal.code in (RefusalCode.INVALID, RefusalCode.GRAMMAR)
+        return self._give_up(refusal) if hopeless or now > self._deadline else []
 
     def _after_loss(self, why: str) -> list[TurnDelta]:
         """Of a replica that the turn had reached, or was on its way to: then the turn cannot be to blame. Also comes

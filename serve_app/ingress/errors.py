@@ -104,6 +104,8 @@ def refusal(refused: TurnRefused, prompt_param: str, default_retry: float) -> Ap
             return context_length_exceeded(refused.prompt_tokens, refused.limit, prompt_param)
         case RefusalCode.INVALID:
             return ApiError(400, refused.message)
+        case RefusalCode.GRAMMAR:
+            return ApiError(400, refused.message, code=str(refused.code))
         case RefusalCode.SESSION_BUSY | RefusalCode.QUEUE_FULL:
             return retry_later(429, refused.message, str(refused.code), seconds)
         case RefusalCode.UNAVAILABLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from serve_app.text.prompts import Prompt
 
 # Larger bodies are rendered and tokenized in a thread, so that they can't hold up everyone's streams.
 _INLINE_BYTES = 16 * 1024
+_GRAMMAR_CHECKS = ThreadPoolExecutor(1, "grammar-checks")
 
 B = TypeVar("B", bound=CompletingRequest)
 T = TypeVar("T")
@@ -84,15 +86,17 @@ async def respond(
 
 
 async def check_grammar_of(body: GenerationRequest, settings: IngressSettings) -> None:
-    """Reading a grammar can take longer than a step of everyone's streams."""
+    """Reading a grammar can take longer than a step of everyone's streams, and many of them longer than large prompts
+    should wait for a thread."""
     grammars = body.grammars
     if not grammars:
         return
     for name, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if value:
             raise bad_value(name, "the answer's grammar says when it may end, so leave this out")
+    loop, most_bytes = asyncio.get_running_loop(), settings.max_grammar_bytes
     for param, grammar in grammars:
-        await asyncio.to_thread(check_guidance, param, grammar, settings.max_grammar_bytes)
+        await loop.run_in_executor(_GRAMMAR_CHECKS, check_guidance, param, grammar, most_bytes)
 
 
 async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:

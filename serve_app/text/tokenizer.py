@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,7 @@ from typing import cast
 from tokenizers import Tokenizer as Backend
 
 from engine_actor.errors import ModelError
-from engine_actor.sampling.guidance import Vocabulary
+from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.weights.gguf_file import GgufFile
 from serve_app.text.errors import TokenizerError
 from serve_app.text.gguf_vocabulary import build_tokenizer
@@ -60,20 +61,32 @@ class Tokenizer:
         return ids
 
     def vocabulary(self) -> Vocabulary:
-        """For grammars. Spells every token, and reads the tokenizer once more: a tenth of a second, or several."""
-        plain = Backend.from_str(self._backend.to_str())
-        plain.encode_special_tokens = True  # what looks like a control token is text to a grammar
+        """For grammars. Spells every token, which takes up to half a second."""
 
         def encode(text: str) -> list[int]:
             if not self.token_bytes.strips_space:
-                return plain.encode(text, add_special_tokens=False).ids
-            ids, spelled = plain.encode(_MARK + text, add_special_tokens=False).ids, b""
+                return self._encode_plain(text)
+            ids, spelled = self._encode_plain(_MARK + text), b""
             while ids and not spelled.endswith(_MARK.encode()):  # before a text a space is put, but not inside one
                 spelled += self.token_bytes[ids.pop(0)]
             return ids
 
         tokens = [self.token_bytes[i] for i in range(self.vocab_size)]
         return Vocabulary(tokens, self.token_bytes.special, encode)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """What looks like a control token is text, too."""
+        ids = self.encode(text, special_tokens=False)
+        return (
+            ids if self.token_bytes.special.isdisjoint(ids) else self._plain.encode(text, add_special_tokens=False).ids
+        )
+
+    @cached_property
+    def _plain(self) -> Backend:
+        """Takes as much memory as the other one, and as long to read; hardly any text needs it."""
+        plain = Backend.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int] | None]:
         """Ids without added special tokens, and where each of them ends in `text.encode()`.

@@ -17,9 +17,10 @@ from engine_actor.events import ErrorCode
 from engine_actor.options import EngineConfig, Guidance, GuidanceKind, SamplingParams, TurnOptions
 from engine_actor.outcomes import StepOutcome
 from engine_actor.request import FinishReason, Request
-from engine_actor.sampling.guidance import Cursor, Grammars
+from engine_actor.sampling.guidance import Grammars
+from engine_actor.sampling.guidance_cursor import Cursor
 from tests.support.doubles import SyntheticDecoder
-from tests.support.grammars import EOS, IDS, encode, letters, spell
+from tests.support.grammars import EOS, IDS, encode, letters, regex, spell
 
 PROMPT = encode("say")
 
@@ -39,10 +40,6 @@ class Chatty(SyntheticDecoder):
 def engine_of(decoder: SyntheticDecoder | None = None, **config: Any) -> Engine:
     config = {"num_blocks": 64, "block_size": 4, "max_batch_size": 8, "prefix_reuse": False} | config
     return Engine(decoder or Chatty(), EngineConfig(**config), letters)
-
-
-def regex(pattern: str) -> Guidance:
-    return Guidance(GuidanceKind.REGEX, pattern)
 
 
 def begin(engine: Engine, guidance: Guidance | None, prompt: list[int] = PROMPT, **options: Any) -> Request:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from engine_actor.sampling.guidance import Vocabulary
+from engine_actor.options import Guidance, GuidanceKind
+from engine_actor.sampling.vocabulary import Vocabulary
 
 PAD, EOS = 0, 1
 _TEXTS = [*"abcdefghijklmnopqrstuvwxyz0123456789!| ", "yes", "no", "ab", "12", "aa", "!a"]
@@ -19,6 +21,19 @@ def encode(text: str) -> list[int]:
 
 def letters() -> Vocabulary:
     return Vocabulary(TOKENS, frozenset({PAD, EOS}), encode)
+
+
+def regex(pattern: str) -> Guidance:
+    return Guidance(GuidanceKind.REGEX, pattern)
+
+
+def schema(wanted: object) -> Guidance:
+    """A JSON schema."""
+    return Guidance(GuidanceKind.JSON_SCHEMA, json.dumps(wanted))
+
+
+def lark(text: str) -> Guidance:
+    return Guidance(GuidanceKind.LARK, text)
 
 
 def spell(tokens: Sequence[int]) -> str:

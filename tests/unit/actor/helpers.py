@@ -10,6 +10,7 @@ from engine_actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.options import SamplingParams
+from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.turns import HistorySpan, TurnAccepted, TurnEnded, TurnRefused, TurnRequest, TurnTokens
 from tests.support.doubles import SyntheticDecoder
 
@@ -28,6 +29,8 @@ async def start_actor(
     decoder: SyntheticDecoder,
     blocks: int = 64,
     detokenize: Callable[[Any], str] | None = None,
+    *,
+    vocabulary: Callable[[], Vocabulary] | None = None,
     **options: Any,
 ) -> EngineActor:
     options.setdefault("kv_memory", float(blocks * decoder.manifest.paged.block_bytes(BLOCK_SIZE)))
@@ -36,6 +39,7 @@ async def start_actor(
         "replica-1",
         detokenize,
         lambda _options, _progress: LoadedDecoder(decoder, 2**40),
+        vocabulary=vocabulary,
     )
     await actor.start()
     return actor

@@ -36,7 +36,7 @@ def digest_of(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(text_of(ids).encode()).digest()
 
 
-async def pair(**options: int) -> tuple[EngineActor, EngineActor]:
+async def pair(**options: Any) -> tuple[EngineActor, EngineActor]:
     first, second = [
         await start_actor(MixingDecoder(vocab=24), blocks=200, detokenize=text_of, **options) for _ in range(2)
     ]

@@ -1,0 +1,118 @@
+"""Where one answer stands in its grammar: which tokens may follow, as a mask over the vocabulary.
+
+A cursor is a function of the grammar and of the answer's tokens so far. It remembers how far it has read, and reads
+committed tokens only: a rollback has nothing to restore, draining events moves nothing, and a turn that was preempted,
+forked or taken over from another engine reads its tokens again (F283 to F285, F293). Its mask is made while the model
+may still be running on its device: it needs no logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from engine_actor.errors import GuidanceFailed
+from engine_actor.sampling.vocabulary import Words
+
+logger = logging.getLogger("moorage.engine")
+
+SECONDS_A_TURN = 0.5  # of the owner thread's processor time for masks; so much in all, and
+SECONDS_A_TOKEN = 0.002  # so much more for each token. Most grammars need a fiftieth of it
+LONGEST_REASON = 500  # characters of what the library says of a grammar
+
+
+class Cursor:
+    """`renewed` is asked once, where the library gives up: for another matcher at its start that shares nothing with
+    others, or None."""
+
+    __slots__ = ("_awaited", "_mask", "_matcher", "_read", "_renewed", "_spent", "_tail", "_trigger", "_words")
+
+    def __init__(
+        self, matcher: LLMatcher, renewed: Callable[[], LLMatcher | None], words: Words, trigger: bytes
+    ) -> None:
+        """`trigger`: see Guidance."""
+        self._renewed: Callable[[], LLMatcher | None] | None = renewed
+        self._words = words
+        self._trigger = trigger
+        self._spent = 0.0  # seconds of processor time
+        self._mask = np.zeros((len(words.tokens) + 31) // 32, np.int32)  # F292
+        self._start(matcher)
+
+    def _start(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._awaited = self._trigger  # empty once the answer has it
+        self._tail = b""  # as much of the answer's end as may begin the trigger
+        self._read = 0
+
+    @property
+    def read(self) -> int:
+        """Tokens of the answer that it has read."""
+        return self._read
+
+    def allowed(self, answer: Sequence[int]) -> NDArray[np.bool_] | None:
+        """bool [vocabulary]: which tokens may follow; None: any. `answer`: all committed tokens of it, which go on from
+        those given before. Raises GuidanceFailed, now and for ever, where the library gives up (F291), or the grammar
+        takes the engine too much time."""
+        begun = time.thread_time()
+        self._advance(answer)
+        if self._matcher.is_error() and self._renewed is not None:
+            # Copies of a matcher share the automaton of its lexer, and one that is full fails in each of them. Whether
+            # this answer or others have filled it is not known, and its fate must not depend on them.
+            renew, self._renewed = self._renewed, None
+            if (other := renew()) is not None:
+                self._start(other)
+                self._advance(answer)
+        if self._matcher.is_error():
+            raise GuidanceFailed(said_shortly(self._matcher.get_error()))
+        self._spent += time.thread_time() - begun
+        if self._spent > SECONDS_A_TURN + SECONDS_A_TOKEN * self._read:
+            raise GuidanceFailed(f"it took {self._spent:.1f} s to find out what may follow {self._read} tokens")
+        if self._free:
+            return None
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        return bits[: len(self._words.tokens)].view(np.bool_)
+
+    def _advance(self, answer: Sequence[int]) -> None:
+        """Reads what is new, and makes the mask. After an error the library does neither."""
+        for token in answer[self._read :]:
+            self._read_one(token)
+        self._read = len(answer)
+        if not self._free:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+
+    @property
+    def _free(self) -> bool:
+        """The trigger has not even begun."""
+        return bool(self._awaited) and not self._tail
+
+    def _read_one(self, token: int) -> None:
+        if not self._awaited:
+            self._matcher.consume_token(token)
+            return
+        text = self._words.tokens[token]
+        if not text or token in self._words.special:
+            return  # chosen without a mask; no part of the text
+        self._matcher.consume_token(token)
+        tail = self._tail + text
+        if self._awaited in tail:
+            self._awaited = b""
+            return
+        longest = min(len(tail), len(self._awaited) - 1)
+        begun = (n for n in range(longest, 0, -1) if self._awaited.startswith(tail[-n:]))
+        self._tail = tail[len(tail) - next(begun, 0) :]
+
+
+def said_shortly(reason: str) -> str:
+    """What the library says of a grammar, in one line."""
+    text = " ".join(reason.removesuffix("<non-verbose/>").split())
+    if text == "NoExtensionBias":
+        return "no text matches it"
+    if text.startswith("panic"):
+        logger.error("llguidance: %s", reason)  # where it failed is nobody else's business
+        return "the library that reads it failed"
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."
