@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine_actor.sampling.logprobs import TokenLogprob
 from engine_actor.turns import TurnTokens
-from serve_app.text.calls import CallDelta, CallSplitter, joined_calls
+from serve_app.text.calls import CallDelta, Calls, CallSplitter, joined_calls
 from serve_app.text.stream import AnswerText, TokenPlaces
 from serve_app.text.tokenizer import Tokenizer
 
@@ -39,12 +39,18 @@ class ChoiceText:
     """Tokens of one choice in, pieces out. `generated` counts the tokens that made the answer."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], *, logprobs: bool = False, calls: bool = False
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        logprobs: bool = False,
+        calls: Calls = Calls.NOWHERE,
     ) -> None:
-        """`calls`: those of tools are told from the text. Logprobs are for text alone."""
-        assert not (logprobs and calls)
+        """Calls are told from the text. Logprobs are for text alone."""
+        assert not logprobs or calls is Calls.NOWHERE
         self._index = index
-        self._calls = CallSplitter() if calls else None
+        self._calls = None if calls is Calls.NOWHERE else CallSplitter(calls)
         self._places = TokenPlaces() if logprobs else None
         self._text = AnswerText(tokenizer, stops, self._places)
         self._logprobs: deque[TokenLogprob] = deque()

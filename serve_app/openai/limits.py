@@ -16,6 +16,7 @@ from serve_app.openai.protocol import (
 )
 from serve_app.openai.tools import ChosenTool
 from serve_app.openai.wording import misfit
+from serve_app.text.calls import Calls
 
 
 def check_generation(body: GenerationRequest, settings: IngressSettings, vocab_size: int) -> None:
@@ -68,7 +69,7 @@ def _check_tools(body: CallingRequest, settings: IngressSettings) -> None:
         raise bad_value("tool_choice", f"none of the tools is named '{chosen.name}'")
     if chosen == "required" and not names:
         raise bad_value("tool_choice", "no tools are given that a call could be of")
-    if body.may_call:
+    if body.calls is not Calls.NOWHERE:
         for name, given in body.not_with_calls.items():
             if given:
                 raise not_supported(name, "remove it, or `tools`, or set tool_choice to none")

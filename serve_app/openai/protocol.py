@@ -20,6 +20,7 @@ from serve_app.ingress.errors import bad_value
 from serve_app.openai.strict import Strict, Text, checked_text, refuse, whole_text
 from serve_app.openai.structured import Named, StructuredOutputs, WantedFormat, chosen_grammar
 from serve_app.openai.tools import ChosenTool, Function, PastCall, Tool, ToolChoice, calling_grammar
+from serve_app.text.calls import Calls
 from serve_app.text.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -238,9 +239,9 @@ class GenerationRequest(Strict):
         return self.grammars[0][1] if self.grammars else None
 
     @property
-    def may_call(self) -> bool:
-        """The answer may call tools."""
-        return False
+    def calls(self) -> Calls:
+        """Where in the answer there may be calls of tools."""
+        return Calls.NOWHERE
 
 
 class CallingRequest(GenerationRequest, ABC):
@@ -259,9 +260,9 @@ class CallingRequest(GenerationRequest, ABC):
         """How an error names one of them."""
 
     @property
-    @abstractmethod
     def not_with_calls(self) -> dict[str, bool]:
         """Fields that can't stand beside functions that may be called, and whether they are given."""
+        return {}
 
     @property
     def callable_functions(self) -> list[Function]:
@@ -273,27 +274,31 @@ class CallingRequest(GenerationRequest, ABC):
         return list(self.functions)
 
     @property
-    def may_call(self) -> bool:
-        return bool(self.callable_functions)
+    def calls(self) -> Calls:
+        if not self.callable_functions:
+            return Calls.NOWHERE
+        return Calls.OR_TEXT if self.form else Calls.AFTER_TEXT
 
     @property
     def grammars(self) -> list[Named]:
-        if not self.may_call:
-            return super().grammars
-        return [
+        if self.calls is Calls.NOWHERE:
+            return self.form
+        schemas = [
             (f"{self.param_of_function(i)}.parameters", Guidance(GuidanceKind.JSON_SCHEMA, function.schema_text))
             for i, function in enumerate(self.functions)
         ]
+        return [*self.form, *schemas]
 
     @property
     def guidance(self) -> Guidance | None:
-        if not self.may_call:
+        if self.calls is Calls.NOWHERE:
             return super().guidance
         named = isinstance(self.tool_choice, ChosenTool)
         return calling_grammar(
             self.callable_functions,
             must=named or self.tool_choice == "required",
             several=not named and self.parallel_tool_calls is not False,
+            text_schema=self.form[0][1].data if self.form else None,
         )
 
 
@@ -341,7 +346,6 @@ class ChatRequest(CallingRequest, CompletingRequest):
     @property
     def not_with_calls(self) -> dict[str, bool]:
         return {
-            "response_format": self.response_format is not None and self.response_format.named is not None,
             "structured_outputs": self.structured_outputs is not None,
             "logprobs": bool(self.logprobs),
         }

@@ -55,9 +55,5 @@ class ResponsesRequest(CallingRequest):
         return f"tools.{index}"
 
     @property
-    def not_with_calls(self) -> dict[str, bool]:
-        return {"text.format": bool(self.form)}
-
-    @property
     def stored(self) -> bool:
         return self.store is not False

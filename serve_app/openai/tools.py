@@ -142,16 +142,24 @@ class PastCall(Strict):
         return {"id": self.id, "type": "function", "function": {"name": function.name, "arguments": function.arguments}}
 
 
-def calling_grammar(functions: Sequence[Function], *, must: bool, several: bool) -> Guidance:
-    """`must`: the answer is a call, or several; else it is any text, and calls at its end if there are any."""
+def calling_grammar(
+    functions: Sequence[Function], *, must: bool, several: bool, text_schema: str | None = None
+) -> Guidance:
+    """`must`: the answer is a call, or several. Else it is any text, and calls at its end if there are any; or, with
+    `text_schema`, JSON of this schema or calls."""
     calls = " | ".join(
         f"{_quoted(_head(function.name))} %json {function.schema_text} {_quoted(CLOSING)}" for function in functions
     )
     more = f"({_quoted(chr(10) + OPENING)} call)*" if several else ""
-    if must:
-        return Guidance(GuidanceKind.LARK, f"start: {_quoted(OPENING)} call {more}\ncall: {calls}\n")
+    if must or text_schema is not None:
+        text = "" if must or text_schema is None else f" | %json {_in_our_style(text_schema)}"
+        return Guidance(GuidanceKind.LARK, f"start: {_quoted(OPENING)} call {more}{text}\ncall: {calls}\n")
     text = f"begun[lazy]: TEXT {_quoted(OPENING)}\nTEXT: /(.|\\n)*/\n"
     return Guidance(GuidanceKind.LARK, f"start: TEXT | begun call {more}\ncall: {calls}\n{text}", trigger=OPENING)
+
+
+def _in_our_style(schema_text: str) -> str:
+    return json.dumps(json.loads(schema_text) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
 
 
 def _head(name: str) -> str:

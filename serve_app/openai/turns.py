@@ -25,6 +25,7 @@ from serve_app.openai.choices import ChoiceText, Piece
 from serve_app.openai.identity import TurnIdentity, engine_owner
 from serve_app.openai.protocol import GenerationRequest
 from serve_app.openai.services import Services
+from serve_app.text.calls import Calls
 from serve_app.text.prompts import Prompt
 
 # Below this a temperature only overflows; the most likely token is what it means.
@@ -33,15 +34,15 @@ _COLDEST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn to run, of one key. `prompt_param` is the field to blame when the prompt is too long. `calls`: of tools,
-    may be in its answer."""
+    """One turn to run, of one key. `prompt_param` is the field to blame when the prompt is too long. `calls`: where
+    in its answer those of tools may be."""
 
     request: TurnRequest
     tenant: str
     routing_key: str
     stops: tuple[str, ...]
     prompt_param: str
-    calls: bool = False
+    calls: Calls = Calls.NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def make_turn(
         choices=body.choices,
         guidance=body.guidance,
     )
-    return Turn(request, tenant, identity.routing_key, body.stop, prompt_param, body.may_call)
+    return Turn(request, tenant, identity.routing_key, body.stop, prompt_param, body.calls)
 
 
 def sampling_of(body: GenerationRequest, settings: IngressSettings) -> SamplingParams:

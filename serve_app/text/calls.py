@@ -1,6 +1,6 @@
 """Calls of tools in an answer: how they are written, and how they are told from text as it arrives.
 
-An answer is text, then calls, each written as
+An answer is text, then calls; or, where its text has a form of its own such as JSON, one of the two. A call is written
 
     <tool_call>
     {"name": "look_up", "arguments": {"word": "moor"}}
@@ -35,7 +35,17 @@ class CallDelta:
     id: str = ""
 
 
+class Calls(Enum):
+    """Where calls may be in an answer."""
+
+    NOWHERE = auto()
+    AFTER_TEXT = auto()
+    OR_TEXT = auto()  # it begins with them, or has none: in a text in JSON what looks like a call is a part of a string
+
+
 class _State(Enum):
+    START = auto()  # a call or a text that has none
+    PLAIN = auto()
     TEXT = auto()
     HEAD = auto()  # after an opening
     ARGUMENTS = auto()
@@ -45,8 +55,8 @@ class _State(Enum):
 class CallSplitter:
     """Text of one answer in; out comes what is text, and what belongs to calls."""
 
-    def __init__(self) -> None:
-        self._state = _State.TEXT
+    def __init__(self, calls: Calls = Calls.AFTER_TEXT) -> None:
+        self._state = _State.TEXT if calls is Calls.AFTER_TEXT else _State.START
         self._held = ""
         self.calls = 0  # begun so far
 
@@ -72,6 +82,18 @@ class CallSplitter:
         """Takes from what is held as much as is certain; whether there may be more."""
         held = self._held
         match self._state:
+            case _State.START:
+                if held.startswith(OPENING):
+                    self._state = _State.TEXT
+                elif not OPENING.startswith(held):
+                    self._state = _State.PLAIN
+                else:
+                    return False
+                return True
+            case _State.PLAIN:
+                shown.append(held)
+                self._held = ""
+                return False
             case _State.TEXT:
                 at = held.find(OPENING)
                 if at >= 0:

@@ -136,7 +136,6 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
        {"type": "function", "function": {"name": "g"}}, {"type": "x", "function": {"name": "f"}})],
     *[({"tool_choice": v}, "tool_choice") for v in ("required", {"type": "function", "function": {"name": "f"}})],
     *[({"tools": TOOLS, "parallel_tool_calls": v}, "parallel_tool_calls") for v in (1, "false", [])],
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"tools": TOOLS, "logprobs": True}, "logprobs"),
     ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"), ({"tools": TOOLS, "min_tokens": 2}, "min_tokens"),

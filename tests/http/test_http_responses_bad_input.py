@@ -52,7 +52,6 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
        {"type": "function", "name": "g"}, {"type": "function", "function": {"name": "f"}}, {"type": "web_search"})],
     *[({"tool_choice": v}, "tool_choice") for v in ("required", {"type": "function", "name": "f"})],
     *[({"tools": [FLAT], "parallel_tool_calls": v}, "parallel_tool_calls") for v in (1, "false", [])],
-    ({"tools": [FLAT], "text": {"format": {"type": "json_object"}}}, "text.format"),
     ({"tools": [FLAT], "ignore_eos": True}, "ignore_eos"), ({"tools": [FLAT], "min_tokens": 2}, "min_tokens"),
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": "a"}, 7]}, "input.1"),

@@ -135,10 +135,11 @@ def test_prompt_and_grammar_are_those_of_chat(server: Server, choice: Any, field
         assert (response.guidance.kind, response.guidance.trigger) == (GuidanceKind.LARK, OPENING)
 
 
-def test_a_format_stands_beside_tools_only_where_none_may_be_called(server: Server) -> None:
+def test_beside_a_format_an_answer_is_that_or_calls(server: Server) -> None:
     text = {"format": {"type": "json_object"}}
-    error = error_of(server.respond(tools=TOOLS, text=text))
-    assert (error["param"], error["code"]) == ("text.format", "unsupported_parameter")
+    assert server.respond(tools=TOOLS, text=text).status_code == 200
+    guidance = server.engine.requests[-1].guidance
+    assert guidance is not None and (guidance.kind, guidance.trigger) == (GuidanceKind.LARK, "")
     assert server.respond(tools=TOOLS, tool_choice="none", text=text).status_code == 200
     guidance = server.engine.requests[-1].guidance
     assert guidance is not None and guidance.kind is GuidanceKind.JSON_SCHEMA

@@ -124,6 +124,22 @@ def test_a_schema_with_words_that_cannot_be_kept_to(server: Server) -> None:
     assert "sonnet" in error["message"]
 
 
+def test_beside_a_form_of_the_text_an_answer_is_that_or_calls(server: Server) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"properties": {"a": {"type": "string"}}}}}
+    text = json.dumps({"a": PARIS})
+    server.say(text)
+    answer = server.chat(tools=TOOLS, response_format=form).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
+    guidance = server.engine.requests[-1].guidance
+    assert guidance is not None and guidance.trigger == "" and '"a"' in guidance.data
+    server.say(PARIS)
+    answer = server.chat(tools=TOOLS, response_format=form).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
+    server.chat(tools=TOOLS, response_format=form, tool_choice="required")
+    guidance = server.engine.requests[-1].guidance
+    assert guidance is not None and '"a"' not in guidance.data
+
+
 # -- the real model ---------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +182,21 @@ async def test_whatever_the_model_calls_fits_its_tools(smollm2_path: Path, promp
                 assert 1 <= len(choice["message"]["tool_calls"]) <= most
                 for call in choice["message"]["tool_calls"]:
                     _assert_fits(call, names)
+
+
+async def test_an_answer_in_json_or_in_calls(smollm2_path: Path, prompts: PromptBuilder) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "properties": {
+        "rain": {"type": "boolean"}}, "required": ["rain"], "additionalProperties": False}}}  # fmt: skip
+    async with real_door(smollm2_path, prompts) as http:
+        hot = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "seed": 3, "n": 8}
+        answer = await _ask(http, ASKED, response_format=form, **hot)
+        for choice in answer["choices"]:
+            if choice["finish_reason"] == "stop":
+                assert set(json.loads(choice["message"]["content"])) == {"rain"}
+            elif choice["finish_reason"] == "tool_calls":
+                for call in choice["message"]["tool_calls"]:
+                    _assert_fits(call, {"weather", "now"})
+        assert "stop" in {choice["finish_reason"] for choice in answer["choices"]}
 
 
 async def test_an_agents_turn_computes_only_what_is_new(smollm2_path: Path, prompts: PromptBuilder) -> None:

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.text.calls import CLOSING, OPENING, CallDelta, CallSplitter, joined_calls, written_call
+from serve_app.text.calls import CLOSING, OPENING, CallDelta, Calls, CallSplitter, joined_calls, written_call
 
 NOW = written_call("now", {})
 PARIS = written_call("weather", {"city": "Paris", "days": [1, 2]})
 
 
-def split(*pieces: str) -> tuple[str, list[tuple[str, str]]]:
+def split(*pieces: str, calls: Calls = Calls.AFTER_TEXT) -> tuple[str, list[tuple[str, str]]]:
     """The text, and name and arguments of each call."""
-    splitter = CallSplitter()
+    splitter = CallSplitter(calls)
     told = [splitter.push(piece) for piece in pieces] + [splitter.finish()]
-    calls = joined_calls([delta for _, deltas in told for delta in deltas])
-    assert [call.index for call in calls] == list(range(splitter.calls))
-    assert len({call.id for call in calls}) == len(calls) and all(call.id.startswith("call_") for call in calls)
-    return "".join(text for text, _ in told), [(call.name, call.arguments) for call in calls]
+    found = joined_calls([delta for _, deltas in told for delta in deltas])
+    assert [call.index for call in found] == list(range(splitter.calls))
+    assert len({call.id for call in found}) == len(found) and all(call.id.startswith("call_") for call in found)
+    return "".join(text for text, _ in told), [(call.name, call.arguments) for call in found]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,23 @@ def test_an_answer_that_a_limit_cuts_keeps_what_there_is(cut: str, shown: str, c
 
 
 names = st.from_regex(r"[a-zA-Z0-9_.-]{1,8}", fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ("", "", []),
+        ('{"a": 1}', '{"a": 1}', []),
+        (json.dumps({"a": f"x\n{PARIS}"}), json.dumps({"a": f"x\n{PARIS}"}), []),
+        ('"<tool_call>"', '"<tool_call>"', []),
+        ("<tool", "<tool", []),
+        (f"{NOW}\n{NOW}", "", [("now", "{}"), ("now", "{}")]),
+    ],
+)
+def test_a_text_with_a_form_of_its_own_has_no_calls(text: str, shown: str, calls: list[tuple[str, str]]) -> None:
+    assert split(text, calls=Calls.OR_TEXT) == split(*text, calls=Calls.OR_TEXT) == (shown, calls)
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=4), parts, max_size=3),
