@@ -135,7 +135,8 @@ class StructuredOutputs(Strict):
         if self.regex is not None:
             return "structured_outputs.regex", Guidance(GuidanceKind.REGEX, self.regex)
         if self.choice is not None:
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+            # JSON's strings are Lark's, but that Lark wants U+007F escaped.
+            texts = " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in self.choice)
             return "structured_outputs.choice", Guidance(GuidanceKind.LARK, f"start: {texts}")
         if self.grammar is not None:
             return "structured_outputs.grammar", Guidance(GuidanceKind.LARK, self.grammar)

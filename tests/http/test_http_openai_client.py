@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import openai
+import pydantic
 import pytest
 from http_harness import MODEL, Server, StartServer
 
@@ -41,6 +43,24 @@ def test_the_streaming_helper_accumulates_the_same_answer(server: Server, client
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "Hello there!"
     assert final.choices[0].finish_reason == "stop"
+
+
+class City(pydantic.BaseModel):
+    name: str
+    capital: bool
+
+
+def test_answers_are_parsed_into_the_callers_model(server: Server, client: openai.OpenAI) -> None:
+    server.say('{"name": "Paris 😀", "capital": true}')
+    whole = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=City)
+    assert whole.choices[0].message.parsed == City(name="Paris 😀", capital=True)
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=City) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
+    for request in server.engine.requests:
+        assert request.guidance is not None and list(json.loads(request.guidance.data)["properties"]) == [
+            "name",
+            "capital",
+        ]
 
 
 def test_completions_streamed_and_whole(client: openai.OpenAI) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import openai
+import pydantic
 import pytest
 from http_harness import MODEL, Server, wait_until
 
@@ -40,6 +41,19 @@ def test_the_streaming_helper_accumulates_the_same_response(client: openai.OpenA
     with client.responses.stream(model=MODEL, input="Hi") as stream:
         final = stream.get_final_response()
     assert (final.output_text, final.status) == ("Hello there!", "completed")
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+def test_responses_are_parsed_into_the_callers_model(server: Server, client: openai.OpenAI) -> None:
+    server.say('{"name": "Paris"}')
+    whole = client.responses.parse(model=MODEL, input="Capital of France?", text_format=City)
+    assert whole.output_parsed == City(name="Paris")
+    assert whole.text is not None and whole.text.format is not None and whole.text.format.type == "json_schema"
+    with client.responses.stream(model=MODEL, input="Capital of France?", text_format=City) as stream:
+        assert stream.get_final_response().output_parsed == City(name="Paris")
 
 
 def test_a_conversation_by_id(server: Server, client: openai.OpenAI) -> None:
