@@ -146,7 +146,7 @@ class FailoverTurn:
             self._start_clock()
         if self._progress.accepted is None:
             self._refusals.append(refusal)
-            if len(self._refusals) == REFUSALS:
+            if len(self._refusals) == REFUSALS or self._all_are_full():
                 return self._give_up(_soonest(self._refusals))
             self._note("is tried elsewhere", "refused")
             return []
@@ -154,6 +154,12 @@ class FailoverTurn:
             return [*ends]
         hopeless = refusal.code in (RefusalCode.INVALID, RefusalCode.GRAMMAR)
         return self._give_up(refusal) if hopeless or now > self._deadline else []
+
+    def _all_are_full(self) -> bool:
+        """Each running replica has said so: to ask again at once would only add to the load."""
+        running = self._watch.running
+        full = all(refusal.code is RefusalCode.QUEUE_FULL for refusal in self._refusals)
+        return full and bool(running) and running <= set(self._avoid)
 
     def _after_loss(self, why: str) -> list[TurnDelta]:
         """Of a replica that the turn had reached, or was on its way to: then the turn cannot be to blame. Also comes

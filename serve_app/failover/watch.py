@@ -83,6 +83,11 @@ class ReplicaWatch:
         self._questions: dict[str, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
 
+    @property
+    def running(self) -> frozenset[str]:
+        """The replicas that the routers know."""
+        return self._known.running
+
     @contextmanager
     def place(self) -> Iterator[Place]:
         """For the time of one call."""

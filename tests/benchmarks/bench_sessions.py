@@ -1,7 +1,7 @@
 """Many conversations on several replicas: what sticky routing keeps cached, and what happens when replicas come and go.
 
     python -m tests.benchmarks.bench_sessions [--sessions 200] [--turns 8] [--replicas 3] [--ingresses 3]
-                                              [--parts sticky,round-robin,scale,roll,overload]
+                                              [--parts sticky,round-robin,scale,roll]
 
 Engines, caches, sessions and routers are real; the model only takes its time (8 ms a step, 1 ms a token), so that
 several replicas fit on a small machine. Parts:
@@ -9,7 +9,6 @@ several replicas fit on a small machine. Parts:
     sticky, round-robin   all sessions at once, turn after turn: cached share of the possible, TTFT, tokens/s
     scale                 one more replica and back again, in mid-conversation: errors, sessions that moved
     roll                  a new version of the application under streams longer than its drain time
-    overload              up to three times what the queue holds: answers, refusals, goodput
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from tqdm import tqdm
 from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
 
 MODEL = "smollm2"
+SIMULATED = "tests.support.simulated_engine:build"
 WORDS = ("harbour", "water", "north", "bay", "calm", "wind", "west", "side", "boat", "rope", "tide", "stone", "bird")
 
 
@@ -153,6 +153,7 @@ class Application:
     change of the deployment's own number of replicas replaces none."""
 
     def __init__(self, builder: str, fields: dict[str, Any]) -> None:
+        """`builder`: where the function is that builds it, as "module:name"."""
         self._builder = builder
         self._fields = fields
         self._replicas = fields["replicas"]
@@ -174,7 +175,7 @@ class Application:
             "applications": [
                 {
                     "name": APPLICATION,
-                    "import_path": f"tests.support.simulated_engine:{self._builder}",
+                    "import_path": self._builder,
                     "args": {"model": MODEL, "served_model_name": MODEL, **self._fields},
                     "deployments": [{"name": ENGINES, "num_replicas": self._replicas}],
                 }
@@ -224,7 +225,7 @@ def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
 
 
 def scaled(args: argparse.Namespace, url: str) -> None:
-    application = Application("build", common(args))
+    application = Application(SIMULATED, common(args))
     application.deploy()
     room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, "scale")
     with tqdm(total=args.sessions * 3 * args.turns, desc="scale") as bar:
@@ -247,7 +248,7 @@ def scaled(args: argparse.Namespace, url: str) -> None:
 
 
 def rolled(args: argparse.Namespace, url: str) -> None:
-    application = Application("build", {**common(args), "graceful_shutdown_timeout_seconds": 60.0})
+    application = Application(SIMULATED, {**common(args), "graceful_shutdown_timeout_seconds": 60.0})
     application.deploy()
     room, sessions = Room(url, 400, 24), new_sessions(24, "roll")
     with tqdm(total=24, desc="roll") as bar:
@@ -266,18 +267,6 @@ async def _roll(room: Room, sessions: list[Session], application: Application, b
         await asyncio.to_thread(application.deploy, max_queued_turns=511)  # another value: every replica is replaced
 
     await asyncio.gather(change(), room.converse(sessions, 1, bar))
-
-
-def overloaded(args: argparse.Namespace, url: str) -> None:
-    batch = queue = args.rows
-    capacity = args.replicas * (batch + queue)
-    Application("build", {**common(args), "max_batch_size": batch, "max_queued_turns": queue}).deploy()
-    for share in (0.5, 1.0, 2.0, 3.0, 0.5):
-        room = Room(url, args.new, 10_000)
-        sessions = new_sessions(round(share * capacity), f"load-{share}-{time.time()}")
-        with tqdm(total=len(sessions) * args.turns, desc=f"overload {share}") as bar:
-            seconds = asyncio.run(room.converse(sessions, args.turns, bar))
-        summary(f"{share} of the capacity ({len(sessions)} clients)", sessions, seconds, room)
 
 
 def common(args: argparse.Namespace) -> dict[str, Any]:
@@ -301,10 +290,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
     parser.add_argument("--opening", type=int, default=24, help="words of the first message (sticky, round-robin)")
     parser.add_argument("--at-once", type=int, default=32, help="turns that run at a time")
-    parser.add_argument("--rows", type=int, default=2, help="rows of a batch, and turns in a queue (overload)")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ingresses", type=int, default=3)
-    parser.add_argument("--parts", default="sticky,round-robin,scale,roll,overload")
+    parser.add_argument("--parts", default="sticky,round-robin,scale,roll")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     prepare_environment()
@@ -313,11 +301,10 @@ def main() -> None:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     parts = {
-        "sticky": lambda: routed(args, url, "sticky", "build"),
-        "round-robin": lambda: routed(args, url, "round-robin", "build_round_robin"),
+        "sticky": lambda: routed(args, url, "sticky", SIMULATED),
+        "round-robin": lambda: routed(args, url, "round-robin", f"{SIMULATED}_round_robin"),
         "scale": lambda: scaled(args, url),
         "roll": lambda: rolled(args, url),
-        "overload": lambda: overloaded(args, url),
     }
     session = start_ray(None)
     try:

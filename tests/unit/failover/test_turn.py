@@ -232,6 +232,16 @@ async def test_of_several_refusals_the_caller_hears_that_of_the_replica_that_wil
     assert await told(Replicas(*[Script(instead=[stopping])] * 3)) == [stopping]
 
 
+@pytest.mark.parametrize(("code", "calls"), [(RefusalCode.QUEUE_FULL, 2), (RefusalCode.UNAVAILABLE, REFUSALS)])
+async def test_where_every_queue_is_full_nobody_is_asked_twice(code: RefusalCode, calls: int) -> None:
+    """One that is being stopped is replaced soon, so it is worth another try."""
+    replicas = Replicas(*[Script(instead=[TurnRefused(code, "not now", retry_after=1.0)])] * 9)
+    replicas.known.set_running(["a", "b"])
+    [refused] = await told(replicas)
+    assert isinstance(refused, TurnRefused) and refused.code is code
+    assert len(replicas.calls) == calls
+
+
 @pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.CONTEXT_LENGTH, RefusalCode.SESSION_BUSY])
 async def test_a_refusal_that_holds_everywhere_is_the_answer(code: RefusalCode) -> None:
     refused = TurnRefused(code, "no")
