@@ -139,6 +139,31 @@ async def test_every_length_is_answered_or_refused_as_it_should_be(
         await door.assert_nothing_is_left()
 
 
+async def test_under_overload_each_answer_is_the_text_that_its_prompt_gets_alone(
+    weights: TorchDecoder, prompts: PromptBuilder
+) -> None:
+    """Three times as many as run and wait; whoever is refused asks again."""
+    lengths = [5 + 3 * i for i in range(18)]
+    refusals = 0
+
+    async def insist(door: Door, length: int) -> str:
+        nonlocal refusals
+        while (answer := await door.complete(length, max_tokens=8)).status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            refusals += 1
+            await asyncio.sleep(0.02)
+        return str(answer.json()["choices"][0]["text"])
+
+    async with opened(weights, prompts, 1024) as door:
+        alone = [await insist(door, length) for length in lengths]
+    assert not refusals
+    async with opened(weights, prompts, 1024, max_queued_turns=2) as door:
+        assert await asyncio.gather(*(insist(door, length) for length in lengths)) == alone
+        assert refusals
+        await door.assert_nothing_is_left()
+        assert (await insist(door, lengths[0])) == alone[0]
+
+
 TURNS, ANSWER = 20, 4
 QUESTIONS = [f"Part {turn}: {PROSE[turn * 97 : turn * 97 + 150]} What does it say?" for turn in range(TURNS)]
 

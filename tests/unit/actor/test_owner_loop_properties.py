@@ -158,7 +158,8 @@ class OwnerLoopMachine(RuleBasedStateMachine):
 
     @rule(session=st.sampled_from(SESSIONS))
     def fork(self, session: str) -> None:
-        busy = any(c.request.session_id == session for c in self._open() if not c.left)
+        turns = [c.turn for c in self._open() if c.request.session_id == session]
+        busy = any(not turn.choices or any(choice.stays for choice in turn.choices) for turn in turns)
         outcome = self.table.fork("o", session, f"{session}-{self.asked}")
         assert not busy or outcome is not ForkOutcome.FORKED
 
@@ -256,4 +257,4 @@ def _named(session: str) -> TurnRequest:
 
 
 TestOwnerLoop = pytest.mark.timeout(0)(OwnerLoopMachine.TestCase)
-TestOwnerLoop.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestOwnerLoop.settings = settings(settings.get_profile("quick"), max_examples=150, stateful_step_count=25)
