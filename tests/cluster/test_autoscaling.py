@@ -29,6 +29,7 @@ def engines(deploy: Deploy) -> DeploymentHandle:
         max_replicas=2,
         target_pressure=0.5,  # two turns of four: a third one needs another replica
         max_batch_size=4,
+        max_running_sequences=32,  # no turn waits behind the load: these tests are about what moves
         upscale_delay_seconds=0.5,
         downscale_delay_seconds=0.5,
         kv_memory="64MiB",
