@@ -23,6 +23,13 @@ def letters() -> Vocabulary:
     return Vocabulary(TOKENS, frozenset({PAD, EOS}), encode)
 
 
+def alphabet(size: int, eos: int) -> Vocabulary:
+    """One of small letters: token 0 is an a, and so on."""
+    return Vocabulary(
+        [bytes([97 + i]) for i in range(size)], frozenset({eos}), lambda text: [ord(c) - 97 for c in text]
+    )
+
+
 def regex(pattern: str) -> Guidance:
     return Guidance(GuidanceKind.REGEX, pattern)
 

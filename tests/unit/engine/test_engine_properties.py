@@ -27,6 +27,7 @@ from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, S
 from engine_actor.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
+from tests.support.grammars import alphabet, regex
 
 VOCAB, EOS, CONTEXT, DRAFTS = 12, 1, 40, 4
 RUNS_TO_FINISH = 3000
@@ -55,6 +56,8 @@ if PROFILE is PROFILES["thorough"]:
     pytestmark = pytest.mark.timeout(0)  # an hour and more
 
 SAMPLED = SamplingParams(temperature=1.0, seed=99)
+PAIRS = regex("([c-e][f-l])*")  # which is easily said without a grammar: what may stand in even and in odd places
+ALLOWED = (frozenset({EOS, 2, 3, 4}), frozenset(range(5, VOCAB)))
 prompts = st.lists(st.sampled_from([2, 3]), min_size=1, max_size=11)
 configs = st.fixed_dictionaries(
     {
@@ -73,8 +76,9 @@ configs = st.fixed_dictionaries(
 )
 
 
-def oracle(sequence: list[int], sampling: SamplingParams) -> int:
+def oracle(sequence: list[int], sampling: SamplingParams, allowed: frozenset[int] = frozenset(range(VOCAB))) -> int:
     logits = mixing_logits(sequence, VOCAB)[None]
+    logits[0, [token not in allowed for token in range(VOCAB)]] = -np.inf
     [token] = BatchedSampler().sample(logits, [SampleRow(sampling, len(sequence))])
     assert token is not None
     return token
@@ -99,7 +103,7 @@ class Expected:
         assert event.turn_id == self.turn
         if event.token is not None:
             assert EventFlags.TOKEN in event.flags
-            assert event.token == oracle(self.tokens, self.options.sampling)
+            assert event.token == self._next()
             self.tokens.append(event.token)
             self.generated += 1
         if EventFlags.TURN_FINISHED in event.flags:
@@ -107,6 +111,11 @@ class Expected:
             usage = event.usage
             assert usage is not None and (usage.prompt_tokens, usage.generated_tokens) == (self.prompt, self.generated)
             self._check_reason(event, config)
+
+    def _next(self) -> int:
+        if self.options.guidance is None:
+            return oracle(self.tokens, self.options.sampling)
+        return oracle(self.tokens, self.options.sampling, ALLOWED[self.generated % 2])
 
     def _check_reason(self, event: EngineEvent, config: EngineConfig) -> None:
         reason = event.finish_reason
@@ -116,7 +125,7 @@ class Expected:
             assert event.error_code == ErrorCode.UNSERVICEABLE
             assert blocks_for(len(self.tokens), config.block_size) > config.num_blocks
         elif reason in (FinishReason.EOS, FinishReason.STOP_SEQUENCE):
-            token = oracle(self.tokens, self.options.sampling)
+            token = self._next()
             assert reason is (FinishReason.EOS if token == EOS else FinishReason.STOP_SEQUENCE)
             assert token == EOS or token in self.options.stop_token_ids
         elif len(self.tokens) == self.limit:
@@ -136,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.decoder.manifest.windowed is not None:
             values["chunk_size"] = values["chunk_size"] or 2
         self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
-        self.engine = Engine(self.decoder, self.config)
+        self.engine = Engine(self.decoder, self.config, lambda: alphabet(VOCAB, EOS))
         self.known: dict[int, Expected] = {}
         self.blocked_runs = 0
 
@@ -154,12 +163,20 @@ class EngineMachine(RuleBasedStateMachine):
         limit=st.sampled_from([0, 1, 2, 5]),
         sampled=st.booleans(),
         stops=st.booleans(),
+        guided=st.booleans(),
         priority=st.sampled_from([0, 0, 0, 1]),
     )
     def begin(
-        self, data: st.DataObject, prompt: list[int], limit: int, sampled: bool, stops: bool, priority: int
+        self,
+        data: st.DataObject,
+        prompt: list[int],
+        limit: int,
+        sampled: bool,
+        stops: bool,
+        guided: bool,
+        priority: int,
     ) -> None:
-        self._begin(self._pick(data), prompt, limit, sampled, stops, priority)
+        self._begin(self._pick(data), prompt, limit, sampled, stops, guided, priority)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), stale=st.booleans())
@@ -222,7 +239,8 @@ class EngineMachine(RuleBasedStateMachine):
             elif call == "begin":
                 prompt = SHARED[: rng.randint(0, len(SHARED))] + rng.choices([2, 3, 4], k=rng.randint(1, 4))
                 limit = rng.choice([0, 1, 3, 9, 20])
-                self._begin(any_known, prompt, limit, rng.random() < 0.4, rng.random() < 0.2, rng.choice([0, 0, 0, 1]))
+                sampled, stops, guided = (rng.random() < share for share in (0.4, 0.2, 0.3))
+                self._begin(any_known, prompt, limit, sampled, stops, guided, rng.choice([0, 0, 0, 1]))
             elif call == "cancel":
                 self._cancel(any_known, rng.random() < 0.2)
             elif call == "rewind":
@@ -248,12 +266,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.known[handle.id] = Expected(handle, limit=session or CONTEXT)
 
     def _begin(
-        self, expected: Expected, prompt: list[int], limit: int, sampled: bool, stops: bool, priority: int
+        self, expected: Expected, prompt: list[int], limit: int, sampled: bool, stops: bool, guided: bool, priority: int
     ) -> None:
         options = TurnOptions(
             max_generated_tokens=limit,
             sampling=SAMPLED if sampled else SamplingParams(),
             stop_token_ids=frozenset({7}) if stops else frozenset(),
+            guidance=PAIRS if guided else None,
             priority=priority,
         )
         before = expected.handle.tokens
@@ -321,7 +340,7 @@ class EngineMachine(RuleBasedStateMachine):
         guess = (guess + wrong)[:DRAFTS]
         generates = expected.handle.status is RequestStatus.ACTIVE and not expected.handle._record.is_prefill
         generates = generates and self.decoder.manifest.max_draft_tokens > 0
-        if not guess or (generates and expected.options.sampling.greedy):
+        if not guess or (generates and expected.options.sampling.greedy and expected.options.guidance is None):
             expected.handle.set_draft_tokens(guess)
         else:
             with pytest.raises(InvalidCall):
