@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +22,7 @@ from scripted import Deploy, MortalEngine
 
 STREAMS = 8
 TOKENS = 48
+GUIDED = (2, 3, 6)
 SUBJECTS = ("a cat", "the sea", "bread", "rain", "a train", "winter", "tea", "a tree")
 
 
@@ -36,7 +38,8 @@ async def http(base_url: str, engines: DeploymentHandle) -> AsyncIterator[httpx.
 
 
 class Stream:
-    """A streamed answer, greedy or drawn with a seed and penalties. `session` names its conversation."""
+    """A streamed answer, greedy or drawn with a seed and penalties, some by a grammar. `session` names its
+    conversation."""
 
     def __init__(self, number: int, session: str | None = None) -> None:
         self.body: dict[str, Any] = {
@@ -50,6 +53,8 @@ class Stream:
             self.body |= {"temperature": 0.9, "seed": number, "presence_penalty": 0.5, "frequency_penalty": 0.3}
         else:
             self.body |= {"temperature": 0}
+        if number in GUIDED:
+            self.body |= {"ignore_eos": False, "structured_outputs": {"regex": "([a-z]{2,9} ){60}"}}
         self.headers = {"x-session-id": session} if session else {"x-correlation-id": f"stream-{number}"}
         self.replica = ""
         self.text = ""
@@ -107,6 +112,7 @@ async def disturb(
     await harm(victim)
     await reading
     for i, stream in enumerate(streams):
+        assert i not in GUIDED or re.fullmatch("([a-z]{2,9} )+[a-z]{0,9}", stream.text)
         assert stream.text == expected[i], f"stream {i} of replica {stream.replica}; {victim} was harmed"
         assert stream.done and stream.usage["completion_tokens"] == TOKENS
     return victim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,8 +32,23 @@ pytestmark = pytest.mark.timeout(400)
 
 DEADLINE_SECONDS = 150
 ONE_AT_A_TIME = ("--concurrency", "1")
-BAD = {3: (None, "invalid_json", None), 8: ("c8", "400", 400)}  # line: custom_id, code of the error, status
+BAD = {
+    3: (None, "invalid_json", None),
+    8: ("c8", "400", 400),
+    12: ("c12", "invalid_grammar", 400),
+}  # line: custom_id, code of the error, status
 TOTAL = 12
+PAIRS = "([0-9]{2}, ){60}"
+GUIDED: dict[int, dict[str, Any]] = {
+    2: {"structured_outputs": {"regex": PAIRS}},
+    10: {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "string", "pattern": f"^{PAIRS}$"}},
+        }
+    },
+    12: {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +62,7 @@ def files(tmp_path: Path, smollm2_path: Path) -> Path:
     texts = []
     for number in range(1, TOTAL + 1):
         body = {"model": "smollm2", "prompt": f"{number} cats", "max_tokens": 0 if number == 8 else 40}
-        body |= {"ignore_eos": True, "temperature": 0}
+        body |= {"temperature": 0, **(GUIDED.get(number) or {"ignore_eos": True})}
         texts.append(json.dumps({"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": body}))
     texts[3 - 1] = "{"
     (tmp_path / "in.jsonl").write_text("\n".join(texts), "utf-8")
@@ -141,6 +157,8 @@ def test_a_job_goes_on_where_it_was_however_it_ended_and_whose_engines_it_has(
         else:
             assert (record["custom_id"], record["error"]) == (f"c{number}", None)
             assert record["response"]["body"]["usage"]["completion_tokens"] == 40
+            if number in GUIDED:
+                assert re.fullmatch('"?([0-9]{2}, )+[0-9]{0,2},?', record["response"]["body"]["choices"][0]["text"])
 
 
 async def told(pool: PoolClient, number: int) -> list[int]:
