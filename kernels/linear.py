@@ -37,6 +37,7 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, float_output: bool = False) -> None:
         assert weight.dtype in (torch.bfloat16, torch.float32), weight.dtype
         self.out_features, self.in_features = weight.shape
+        self._nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._run = _choose(weight.detach(), None if bias is None else bias.detach(), float_output)
 
     @property
@@ -51,6 +52,11 @@ class PackedLinear:
         By construction for the native product; by a probe, once per shape and thread count, for oneDNN.
         """
         return self._run.row_invariant
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weight and the bias."""
+        return self._nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 [T, K] -> a new float32 [T, N]."""

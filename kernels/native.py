@@ -20,11 +20,16 @@ _PACK = [c_void_p] * 2 + [c_int64] * 2 + [c_int]
 _GATED = [c_void_p] * 2 + [c_int64] * 2 + [c_int]
 _KV_WRITE = [c_void_p, c_int64, c_void_p, c_int64] + [c_void_p] * 3 + [c_int64] * 2 + [c_int]
 _ATTENTION = [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64] * 6 + [c_float, c_int64, c_int]
+_FORM = [c_int64] + [c_int] * 3  # group, bits, bytes of a scale, whether there are minimums
 _ARGUMENTS = {
     "moorage_linear_pack_f32": _PACK,
     "moorage_linear_pack_bf16": _PACK,
     "moorage_linear_f32": _LINEAR,
     "moorage_linear_bf16": _LINEAR,
+    "moorage_quantized_pack": [c_void_p] * 4 + [c_int64] * 2 + _FORM + [c_int],
+    "moorage_quantized_linear": [c_void_p] * 4 + [c_int64] * 3 + _FORM + [c_int],
+    "moorage_quantized_dots": [c_void_p] * 4 + [c_int64] * 3 + _FORM + [c_int],
+    "moorage_quantized_rows": [c_void_p] * 3 + [c_int64] * 2 + _FORM + [c_int],
     "moorage_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_void_p] + [c_int64] * 3 + [c_int],
     "moorage_rotary": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 3 + [c_int],
     "moorage_gated_silu": _GATED,
@@ -33,6 +38,10 @@ _ARGUMENTS = {
     "moorage_kv_write_bf16": _KV_WRITE,
     "moorage_paged_attention_f32": _ATTENTION,
     "moorage_paged_attention_bf16": _ATTENTION,
+}
+_SIZES = {
+    "moorage_linear_packed_size": [c_int64] * 2,
+    "moorage_quantized_packed_size": [c_int64] * 2 + _FORM,
 }
 
 # Below so many elements a thread's wake-up costs more than its share of an elementwise operation.
@@ -52,13 +61,17 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if len(runtimes) > 1:
         # Two runtimes would each keep their own threads and fight for the cores.
         return None, f"more than one OpenMP runtime is loaded: {', '.join(sorted(runtimes))}"
-    loaded.moorage_linear_packed_size.argtypes = [c_int64] * 2
-    loaded.moorage_linear_packed_size.restype = c_int64
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(loaded, name)
-        function.argtypes = arguments
-        function.restype = None
+    declare(loaded)
     return loaded, f"{path}"
+
+
+def declare(library: ctypes.CDLL, only: str = "") -> None:
+    """Tells ctypes the arguments of the functions whose names start with `only`."""
+    for results, functions in ((c_int64, _SIZES), (None, _ARGUMENTS)):
+        for name, arguments in functions.items():
+            if name.startswith(only):
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, results
 
 
 def shared_object() -> ctypes.CDLL | None:

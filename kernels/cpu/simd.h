@@ -27,6 +27,11 @@ typedef uint16_t vu16 __attribute__((vector_size(W * 2)));
 
 typedef uint16_t bf16;  // the upper half of a float
 
+// IEEE's float of 16 bits.
+struct half {
+    uint16_t bits;
+};
+
 static inline vf splat(float a) {
 #if defined(__AVX512F__)
     return (vf)_mm512_set1_ps(a);
@@ -66,6 +71,22 @@ static inline vf load(const bf16* p) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
+// Exact. The exponent is moved up by a product, which makes normal numbers of subnormal ones as well.
+static inline vf load(const half* p) {
+    vu16 bits;
+    memcpy(&bits, p, sizeof bits);
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps((__m128i)bits);
+#else
+    vu wide = __builtin_convertvector(bits, vu);
+    vf magnitude = (vf)((wide & 0x7fff) << 13) * splat(0x1p112f);
+    vu special = (vu)((wide & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity and NaN
+    return (vf)((vu)magnitude | special | (wide & 0x8000) << 16);
+#endif
+}
+
 // Rounds to nearest even, as torch does; NaN stays NaN.
 static inline void store(bf16* p, vf v) {
     vu u = (vu)v;
@@ -89,6 +110,9 @@ static inline void store_part(T* p, vf v, int64_t n) {
     store(buffer, v);
     memcpy(p, buffer, n * sizeof(T));
 }
+
+static inline float as_float(float a) { return a; }
+static inline float as_float(half a) { return load_part(&a, 1)[0]; }
 
 static inline vf larger(vf a, vf b) { return a > b ? a : b; }
 static inline vf absolute(vf a) { return (vf)((vu)a & 0x7fffffff); }

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import native
 from kernels.linear import PackedLinear, _OneDnn
 from kernels.paged_attention import paged_attention
+from kernels.quantized_linear import QuantizedLinear, QuantizedMatrix
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # qkv, output, gate and up, down
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 16
@@ -47,6 +48,14 @@ def print_head(title: str, names: Sequence[str]) -> None:
     print(f"\n{title}; baseline: {names[0]}\n{'':>14} " + " ".join(f"{name:>18}" for name in names))
 
 
+def quantized(n: int, k: int, bits: int) -> QuantizedMatrix:
+    """Random codes in groups of 32, with minimums in 4 bits: the forms of GGUF's Q4_1 and Q8_0."""
+    low = 0 if bits == 4 else -128
+    codes = torch.randint(low, low + (1 << bits), (n, k)).to(torch.int8)
+    scales = torch.full((n, k // 32), 2.0**-bits / k**0.5, dtype=torch.float16)
+    return QuantizedMatrix(codes, scales, torch.full_like(scales, -0.5 / k**0.5) if bits == 4 else None, bits)
+
+
 def bench_linears(layers: int, repeats: int) -> None:
     weights = [torch.randn(n, k) / k**0.5 for _ in range(layers) for n, k in SHAPES]
     halves = [weight.bfloat16() for weight in weights]
@@ -56,8 +65,14 @@ def bench_linears(layers: int, repeats: int) -> None:
         "ours fp32": [PackedLinear(weight) for weight in weights],
         "ours bf16": [PackedLinear(weight) for weight in halves],
     }
+    if native.shared_object() is not None:
+        for activations, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+            for bits in (4, 8):
+                packed[f"q{bits} {name}"] = [
+                    QuantizedLinear(quantized(*weight.shape, bits), activations=activations) for weight in weights
+                ]
     print_head("Linears, ms", ["F.linear fp32", "F.linear bf16", *packed])
-    for rows in (1, 8, 32, 512):
+    for rows in (1, 4, 8, 32, 512):
         x = {k: torch.randn(rows, k) for _, k in SHAPES}
 
         def plain(matrices: list[Tensor], x: dict[int, Tensor] = x) -> None:
