@@ -18,8 +18,10 @@ from engine_actor.models.step_tensors import StepTensors
 from engine_actor.models.transformer import Transformer
 from engine_actor.weights.checkpoint import Progress, open_checkpoint
 from engine_actor.weights.config import ModelConfig
+from kernels import native
 from kernels.block_copy import copy_blocks
 
+WEIGHTS = ("auto", "stored", "expanded")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # numpy has no bfloat16.
 _PLAIN = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
@@ -53,11 +55,18 @@ class TorchDecoder:
 
     @staticmethod
     def load(
-        path: str | Path, *, dtype: str = "bfloat16", device: str = "auto", progress: Progress | None = None
+        path: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        weights: str = "auto",
+        progress: Progress | None = None,
     ) -> TorchDecoder:
         """Reads a Hugging Face folder or a GGUF file.
 
-        dtype     of the matrices and of the KV cache: "bfloat16" or "float32"; products are summed in float32
+        dtype     of the KV cache and of expanded matrices: "bfloat16" or "float32"; products are summed in float32
+        weights   quantized matrices stay "stored" as the file has them, or are "expanded" to dtype; "auto": stored
+                  where that can run, which is on a CPU with a compiler
         device    "auto" (CUDA where there is one), "cpu" or "cuda"
         progress  called with (tensors read, tensors in the checkpoint)
         Raises InvalidOption, UnreadableModel or UnsupportedModel.
@@ -65,10 +74,11 @@ class TorchDecoder:
         if dtype not in _DTYPES:
             raise InvalidOption("dtype", dtype, " or ".join(map(repr, _DTYPES)))
         where = _choose_device(device)
+        as_stored = _choose_stored(weights, where)
         checkpoint = open_checkpoint(path, progress)
         _check_head_size(str(path), checkpoint.config)
         with torch.inference_mode():
-            model = Transformer(checkpoint, _DTYPES[dtype], where)
+            model = Transformer(checkpoint, _DTYPES[dtype], where, as_stored)
         return TorchDecoder(model, where, _DTYPES[dtype])
 
     @property
@@ -79,6 +89,11 @@ class TorchDecoder:
     def device(self) -> torch.device:
         """Where the weights and the pools are."""
         return self._device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the model's matrices."""
+        return self._model.weight_bytes
 
     @property
     def row_invariant(self) -> bool:
@@ -190,6 +205,19 @@ def _choose_device(device: str) -> torch.device:
     elif device == "cuda" and not torch.cuda.is_available():
         raise InvalidOption("device", device, "'cpu' here: torch finds no CUDA device")
     return torch.device(device)
+
+
+def _choose_stored(weights: str, device: torch.device) -> bool:
+    if weights not in WEIGHTS:
+        raise InvalidOption("weights", weights, " or ".join(map(repr, WEIGHTS)))
+    available, reason = native.status()
+    if weights != "stored":
+        return weights == "auto" and device.type == "cpu" and available
+    if device.type != "cpu":
+        raise InvalidOption("weights", weights, f"'auto' or 'expanded' on {device.type}")
+    if not available:
+        raise InvalidOption("weights", weights, f"'auto' or 'expanded' where there are no native kernels: {reason}")
+    return True
 
 
 def _check_head_size(path: str, config: ModelConfig) -> None:

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine_actor.models.attention import Attention
 from engine_actor.models.gemma3 import Gemma3Layer
 from engine_actor.models.llama import LlamaLayer
-from engine_actor.models.loading import Loader
+from engine_actor.models.loading import Embedding, Linear, Loader
 from engine_actor.models.mlp import Mlp
 from engine_actor.models.step_tensors import StepTensors
 from engine_actor.weights.checkpoint import Checkpoint
-from kernels.linear import PackedLinear
 from kernels.norm import rms_norm
 
 
@@ -31,23 +29,25 @@ _LAYERS: dict[str, Callable[[Loader, int], Layer]] = {"llama": LlamaLayer, "gemm
 
 
 class Transformer:
-    """The residual stream is float32; `dtype` is that of the matrices."""
+    """The residual stream is float32. Arguments as for `Loader`."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, as_stored: bool) -> None:
         config = self.config = checkpoint.config
-        loader = Loader(checkpoint, dtype, device)
-        self.embedding = loader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        loader = Loader(checkpoint, dtype, device, as_stored)
+        head = None if config.tie_embeddings else "lm_head.weight"
+        self.embedding, self.head = loader.embedding_and_head("model.embed_tokens.weight", head)
         build = _LAYERS[config.architecture]
         self.layers = [build(loader, layer) for layer in range(config.layers)]
         self.norm = loader.vector("model.norm.weight", config.hidden_size)
-        if config.tie_embeddings:
-            self.head = PackedLinear(self.embedding, float_output=True)
-        else:
-            head = loader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
-            self.head = PackedLinear(head, float_output=True)
         self.fingerprint = checkpoint.fingerprint
 
-    def linears(self) -> Iterator[PackedLinear]:
+    @property
+    def weight_bytes(self) -> int:
+        """Of all matrices; what else a model holds is small."""
+        parts: set[Linear | Embedding] = {self.embedding, *self.linears()}
+        return sum(part.nbytes for part in parts)
+
+    def linears(self) -> Iterator[Linear]:
         for layer in self.layers:
             yield from (
                 layer.attention.query_key_value,
@@ -59,7 +59,7 @@ class Transformer:
 
     def __call__(self, step: StepTensors) -> Tensor:
         """Logits, float32 [wanted, vocab_size], of the rows that the step wants."""
-        x = F.embedding(step.input_ids, self.embedding).float()
+        x = self.embedding.rows(step.input_ids)
         if self.config.embedding_scale != 1.0:
             x *= self.config.embedding_scale
         for layer in self.layers:

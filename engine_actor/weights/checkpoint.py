@@ -16,6 +16,7 @@ import torch
 
 from engine_actor.errors import UnreadableModel, UnsupportedModel
 from engine_actor.weights.config import ModelConfig
+from kernels.quantized_linear import QuantizedMatrix
 
 # Elements of each tensor that the fingerprint looks at, about.
 _SAMPLED = 4096
@@ -50,24 +51,44 @@ class Checkpoint(ABC):
     @abstractmethod
     def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
 
+    def _load_stored(self, name: str) -> QuantizedMatrix | None:
+        return None
+
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The tensor on the CPU, contiguous, rounded to `dtype`.
 
         Raises UnsupportedModel when it is missing or has another shape, UnreadableModel when its bytes are damaged.
         """
+        self._check(name, shape)
+        value = self._load(name, dtype)
+        self._note(name, f"{shape}", value)
+        return value
+
+    def stored(self, name: str, shape: tuple[int, int]) -> QuantizedMatrix | None:
+        """The matrix as the file has it; None if that is no form of `QuantizedMatrix`. Raises as `tensor` does."""
+        self._check(name, shape)
+        matrix = self._load_stored(name)
+        if matrix is not None:
+            parts = [matrix.codes, matrix.scales] + ([] if matrix.minimums is None else [matrix.minimums])
+            self._note(name, f"{shape} as stored, {matrix.form}", *parts)
+        return matrix
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.names:
             raise UnsupportedModel(self.path, f"tensor {name!r} is missing")
         found = self._shape(name)
         if found != shape:
             raise UnsupportedModel(self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}")
-        value = self._load(name, dtype)
+
+    def _note(self, name: str, form: str, *parts: torch.Tensor) -> None:
+        """Counts the tensor as read, and adds it to the fingerprint."""
         self._read.add(name)
-        step = value.numel() // _SAMPLED | 1  # odd, so that it meets every column of a matrix
-        sample = value.view(-1)[::step]
-        self._digest.update(f"{name} {shape} ".encode() + sample.float().numpy().tobytes())
+        self._digest.update(f"{name} {form} ".encode())
+        for part in parts:
+            step = part.numel() // _SAMPLED | 1  # odd, so that it meets every column of a matrix
+            self._digest.update(part.view(-1)[::step].float().numpy().tobytes())
         if self._progress is not None:
             self._progress(len(self._read), len(self.names))
-        return value
 
 
 def open_checkpoint(path: str | Path, progress: Progress | None = None) -> Checkpoint:

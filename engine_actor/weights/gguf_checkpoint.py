@@ -1,20 +1,18 @@
-"""A GGUF file as a `Checkpoint`: names mapped, blocks expanded, Llama's reordered heads put back."""
+"""A GGUF file as a `Checkpoint`: names mapped, Llama's reordered heads put back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
-from numpy.typing import NDArray
 
 from engine_actor.errors import UnsupportedModel
 from engine_actor.weights.checkpoint import Checkpoint, Progress
+from engine_actor.weights.gguf_blocks import STORABLE, as_stored, expand
 from engine_actor.weights.gguf_config import read_config
 from engine_actor.weights.gguf_file import GgufFile, GgufTensor
+from kernels.quantized_linear import QuantizedMatrix
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 _WHOLE_MODEL = {
@@ -42,10 +40,6 @@ _FEED_FORWARD_NORMS = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-# Elements expanded at once: the float32 intermediates of a block stay in the cache.
-_CHUNK = 1 << 18
-# The library expands 16 rows at a time; longer "rows" spare it most of its calls.
-_LIBRARY_ROWS = 16
 
 
 class GgufCheckpoint(Checkpoint):
@@ -70,43 +64,36 @@ class GgufCheckpoint(Checkpoint):
     def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         stored = self._stored[name]
         value = self._expanded(self._file.tensors[stored], stored, dtype)
+        order = self._order(name, value.shape[0])
+        return value if order is None else value[order]
+
+    def _load_stored(self, name: str) -> QuantizedMatrix | None:
+        stored = self._stored[name]
+        tensor = self._file.tensors[stored]
+        if tensor.kind not in STORABLE or len(tensor.shape) != 2:
+            return None
+        matrix = as_stored(self._file.bytes_of(stored), tensor.kind, *tensor.shape)
+        order = self._order(name, tensor.shape[0])
+        return matrix if order is None else matrix.at(order)
+
+    def _order(self, name: str, rows: int) -> torch.Tensor | None:
+        """Which stored row is the first, the second and so on; None: they lie in order."""
         if self._reordered and ".q_proj." in name:
-            return _halves_together(value, self.config.heads)
+            return _halves_together(rows, self.config.heads)
         if self._reordered and ".k_proj." in name:
-            return _halves_together(value, self.config.kv_heads)
-        return value
+            return _halves_together(rows, self.config.kv_heads)
+        return None
 
     def _expanded(self, tensor: GgufTensor, stored: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         flat = torch.empty(tensor.shape, dtype=dtype).view(-1)
         filled = 0
         try:
-            for chunk in _expand(self._file.bytes_of(stored), tensor.kind):
+            for chunk in expand(self._file.bytes_of(stored), tensor.kind):
                 flat[filled : filled + len(chunk)] = torch.from_numpy(chunk)
                 filled += len(chunk)
         except NotImplementedError as error:
             raise UnsupportedModel(self._file.path, f"tensor {stored!r}: {error}") from error
         return flat.view(tensor.shape)
-
-
-def _expand(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> Iterator[NDArray[np.float32]]:
-    """The values of consecutive blocks, in pieces of about _CHUNK elements. Blocks know nothing of rows."""
-    if kind == GGMLQuantizationType.BF16:
-        # Exact, and a plain shift: the library would go through several copies.
-        yield (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    row_bytes = max(1, _CHUNK // block // _LIBRARY_ROWS) * block_bytes
-    step = row_bytes * _LIBRARY_ROWS
-    whole = len(raw) // step * step
-    for start in range(0, whole, step):
-        yield _floats(raw[start : start + step].reshape(_LIBRARY_ROWS, row_bytes), kind)
-    if whole < len(raw):
-        yield _floats(raw[whole:].reshape(1, -1), kind)
-
-
-def _floats(blocks: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.float32]:
-    values: NDArray[np.float32] = dequantize(blocks, kind).astype(np.float32, copy=False).reshape(-1)
-    return values if values.flags.writeable else values.copy()
 
 
 def _canonical(stored: str, layer_names: dict[str, str]) -> str:
@@ -118,10 +105,6 @@ def _canonical(stored: str, layer_names: dict[str, str]) -> str:
     return f"{_WHOLE_MODEL.get(module, module)}.{kind}"
 
 
-def _halves_together(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from (pair 0 first, pair 0 second, pair 1 first, ...) to all first halves, then all second.
-
-    value: [heads * head_size, ...]
-    """
-    pairs = value.view(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
-    return pairs.transpose(1, 2).reshape(value.shape)
+def _halves_together(rows: int, heads: int) -> torch.Tensor:
+    """Rows of each head from (pair 0 first, pair 0 second, pair 1 first, ...) to all first halves, then all second."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

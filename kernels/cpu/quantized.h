@@ -1,5 +1,5 @@
-// How a quantized matrix is packed: w[n, k] = scale * code (+ minimum), codes of 4 or 8 bits, one scale and, in some forms,
-// one minimum for each group of consecutive k.
+// How a quantized matrix is packed: w[n, k] = scale * code (+ minimum), codes of 4 or 8 bits, one scale and, in some
+// forms, one minimum for each group of consecutive k.
 //
 // Panels of 4W output columns; a panel is one stream through memory, group by group: 4W scales, 4W minimums, then the
 // codes, k-major. A word holds codes of columns j, j + W, j + 2W and j + 3W, so that shifts make vectors of them; in 4
@@ -78,7 +78,6 @@ void with_form(int bits, int scale_bytes, int minimum, Action action) {
     if (bits == 8 && scale_bytes == 4 && !minimum) return action(Form<8, float, false>{});
     if (bits == 8 && scale_bytes == 4 && minimum) return action(Form<8, float, true>{});
 }
-
 
 struct Problem {
     const float* x;

@@ -1,8 +1,8 @@
 // The product of quantized_linear.cpp with the dot products of bfloat16 that some processors have: x is rounded to
 // bfloat16, codes fit in it as they are, sums are float.
 //
-// Order: inside a group of k the instruction adds x[k] * code[k] and x[k+1] * code[k+1] to one lane, pair after pair, from
-// 0. Groups follow each other: y = y + scale * sum in one rounding, then, where there are minimums,
+// Order: inside a group of k the instruction adds x[k] * code[k] and x[k+1] * code[k+1] to one lane, pair after pair,
+// from 0. Groups follow each other: y = y + scale * sum in one rounding, then, where there are minimums,
 // y = y + minimum * (sum of the group's x) in one. That sum adds the vectors of the group lane by lane, then the lanes
 // as a balanced tree. Nothing but an element's own row and column takes part, whatever the rows, tiles and threads.
 //
@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int WIDE_ROWS = 4, TALL_ROWS = 12;  // of tiles that unpack codes: 16 accumulators over a panel, 24 over half
-constexpr int WRITTEN_ROWS = 6;                // of tiles over a whole panel that is written out
+// Of tiles that unpack codes, over a whole panel (16 accumulators) and over half of one (24); of those that do not.
+constexpr int WIDE_ROWS = 4, TALL_ROWS = 12, WRITTEN_ROWS = 6;
 
 // The activations: bfloat16 [t, k], and the sums of each group, [t, k / group].
 struct Rounded {
@@ -68,8 +68,8 @@ inline vu code_pair(const uint8_t* line, int part) {
     }
 }
 
-// Carries kept [R][PANEL] over `count` more groups from `g` on, in the parts [first, first + P). written: their codes as
-// pairs, or null.
+// Carries kept [R][PANEL] over `count` more groups from `g` on, in the parts [first, first + P). written: their codes
+// as pairs, or null.
 template <int R, int P, class F, bool WRITTEN>
 void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel, const vu* written, int64_t g,
           int64_t count, int first, float* kept) {

@@ -4,10 +4,9 @@
 // multiply-adds, k = 0, 1, ..., K-1, in one vector lane, from 0. So the bits are those of linear.cpp on the same
 // weights written out as floats, whatever the rows, tiles and threads.
 //
-// Tiling: a register tile is up to WIDE_ROWS rows x one panel, which keeps enough chains going for a single row, or up to
-// TALL_ROWS rows x half a panel; it unpacks codes in registers. Where a chunk has many tiles, a stretch of the panel is
-// written out once as floats in the first-level cache for all of them, and the sums wait in memory in
-// between. The (chunk of rows, panel) pairs are dealt to threads in contiguous runs.
+// Tiling: a register tile is up to WIDE_ROWS rows x one panel, which keeps enough chains going for a single row, or up
+// to TALL_ROWS rows x half a panel; it unpacks codes in registers. Where a chunk has many tiles, a stretch of the panel
+// is written out once as floats in the first-level cache for all of them, and the sums wait in memory in between.
 #include "quantized.h"
 
 namespace {
@@ -64,7 +63,8 @@ void tile(const float* x, int64_t stride, const uint8_t* block, int64_t group, i
 }
 
 template <int R, int P, class F>
-void tile_of(int rows, const float* x, int64_t stride, const uint8_t* block, int64_t group, int64_t count, float* kept) {
+void tile_of(int rows, const float* x, int64_t stride, const uint8_t* block, int64_t group, int64_t count,
+             float* kept) {
     if constexpr (R > 1) {
         if (rows < R) return tile_of<R - 1, P, F>(rows, x, stride, block, group, count, kept);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,10 @@ def write_gguf(
     architecture: str = "llama",
     rope_divisors: np.ndarray | None = None,
     leave_out: str = "",
+    others: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> Path:
-    """Matrices as `kind`, vectors as float32. `leave_out`: the stored name of a tensor that is not written."""
+    """Matrices as `kind`, or as `others` says of their module ("attn_v"); vectors as float32. `leave_out`: the stored
+    name of a tensor that is not written."""
     config = model.config
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -94,7 +97,7 @@ def write_gguf(
             continue
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         value = _stored_value(name, parameter.detach().numpy(), architecture, heads, kv_heads)
-        tensor_kind = kind if value.ndim == 2 else GGMLQuantizationType.F32
+        tensor_kind = (others or {}).get(stored.split(".")[-2], kind) if value.ndim == 2 else GGMLQuantizationType.F32
         writer.add_tensor(stored, quantize(value, tensor_kind), raw_dtype=tensor_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption
+from kernels import native
 from tests.support import tiny_models
+from tests.support.gguf_writing import write_gguf
 from tests.support.packed import Row, pack, run_in_chunks
 
 DTYPES = ("bfloat16", "float32")
@@ -162,10 +165,26 @@ def test_other_failures_of_a_step_are_not_taken_for_want_of_memory(folders: dict
         decoder.forward(pack([Row([tiny_models.VOCAB + 5], 0, [1])]))
 
 
-@pytest.mark.parametrize(("name", "value"), [("dtype", "float16"), ("device", "tpu")])
+@pytest.mark.parametrize(("name", "value"), [("dtype", "float16"), ("device", "tpu"), ("weights", "int8")])
 def test_bad_choices_are_refused_by_name(folders: dict[str, Path], name: str, value: str) -> None:
     with pytest.raises(InvalidOption, match=f"{name} must be .* not '{value}'"):
         TorchDecoder.load(folders["llama"], **{name: value})  # type: ignore[arg-type]
+
+
+def test_stored_weights_are_refused_or_expanded_where_they_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_models.build("llama"), Kind.Q8_0)
+    small = TorchDecoder.load(path, device="cpu", weights="auto").weight_bytes
+    for available, device, wanted in [(False, "cpu", "no native kernels: no compiler"), (True, "cuda", "on cuda")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "status", lambda available=available: (available, "no compiler"))
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            with pytest.raises(InvalidOption, match=f"weights must be 'auto' or 'expanded' .*{wanted}, not 'stored'"):
+                TorchDecoder.load(path, device=device, weights="stored")
+            if device == "cpu":
+                large = TorchDecoder.load(path, device="cpu", weights="auto").weight_bytes
+                assert large > small * (1 if native.shared_object() is None else 1.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import torch
 
 from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
+from kernels import native
 from serve_app.text.tokenizer import load_tokenizer
 from tests.support.packed import Row, pack, run_in_chunks
 from tests.support.prose import PROSE
@@ -37,15 +38,28 @@ def expected(smollm2_path: Path, text: list[int]) -> torch.Tensor:
     return logits
 
 
-def _load(path: Path, dtype: str, num_blocks: int = 80, block_size: int = 16) -> TorchDecoder:
-    decoder = TorchDecoder.load(path, dtype=dtype, device="cpu")
+def _load(path: Path, dtype: str, num_blocks: int = 80, block_size: int = 16, weights: str = "auto") -> TorchDecoder:
+    decoder = TorchDecoder.load(path, dtype=dtype, device="cpu", weights=weights)
     decoder.allocate(PoolGeometry(num_blocks, block_size))
     return decoder
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def either(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[tuple[str, TorchDecoder]]:
-    yield request.param, _load(smollm2_path, request.param)
+FORMS = [("bfloat16", "auto"), ("bfloat16", "expanded"), ("float32", "auto"), ("float32", "expanded")]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=" ".join)
+def either(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[tuple[tuple[str, str], TorchDecoder]]:
+    dtype, weights = request.param
+    yield request.param, _load(smollm2_path, dtype, weights=weights)
+
+
+def test_weights_as_stored_give_the_logits_of_float32_ones_bit_for_bit(smollm2_path: Path, text: list[int]) -> None:
+    """Kept in 4 and 8 bits they are the same numbers, in the same order of sums."""
+    stored, expanded = (_load(smollm2_path, "float32", weights=weights) for weights in ("auto", "expanded"))
+    if native.shared_object() is not None:
+        assert stored.weight_bytes < 100 * 2**20 and expanded.weight_bytes > 6 * stored.weight_bytes
+    found, expected = (run_in_chunks(decoder, text, 128, range(1, 40)) for decoder in (stored, expanded))
+    assert torch.equal(found, expected)
 
 
 def test_a_mixed_step_has_the_logits_of_transformers(
@@ -60,10 +74,11 @@ def test_a_mixed_step_has_the_logits_of_transformers(
     torch.testing.assert_close(decoder.forward(pack(rows)), wanted, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("weights", ["auto", "expanded"])
 def test_bfloat16_stays_close_to_float32_on_real_text(
-    smollm2_path: Path, text: list[int], expected: torch.Tensor
+    smollm2_path: Path, text: list[int], expected: torch.Tensor, weights: str
 ) -> None:
-    found = run_in_chunks(_load(smollm2_path, "bfloat16"), text, 128, range(1, 40)).log_softmax(-1)
+    found = run_in_chunks(_load(smollm2_path, "bfloat16", weights=weights), text, 128, range(1, 40)).log_softmax(-1)
     reference = expected.log_softmax(-1)
     divergence = (reference.exp() * (reference - found)).sum(-1).mean()
     agreement = (found.argmax(-1) == reference.argmax(-1)).float().mean()
@@ -71,7 +86,7 @@ def test_bfloat16_stays_close_to_float32_on_real_text(
     assert agreement >= 0.98
 
 
-def test_chunks_and_company_do_not_change_a_bit(either: tuple[str, TorchDecoder], text: list[int]) -> None:
+def test_chunks_and_company_do_not_change_a_bit(either: tuple[tuple[str, str], TorchDecoder], text: list[int]) -> None:
     _, decoder = either
     tokens = text[:80]
     assert decoder.row_invariant
@@ -88,11 +103,11 @@ def test_chunks_and_company_do_not_change_a_bit(either: tuple[str, TorchDecoder]
 
 
 def test_the_size_of_a_block_does_not_change_a_bit(
-    either: tuple[str, TorchDecoder], smollm2_path: Path, text: list[int]
+    either: tuple[tuple[str, str], TorchDecoder], smollm2_path: Path, text: list[int]
 ) -> None:
-    dtype, decoder = either
+    (dtype, weights), decoder = either
     tokens = text[:80]
     whole = run_in_chunks(decoder, tokens, 512, range(1, 8))
     for block_size in (4, 32):
-        other = _load(smollm2_path, dtype, 40, block_size)
+        other = _load(smollm2_path, dtype, 40, block_size, weights)
         assert torch.equal(run_in_chunks(other, tokens, 33, range(30, 0, -1)), whole), f"blocks of {block_size}"

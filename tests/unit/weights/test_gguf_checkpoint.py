@@ -27,8 +27,8 @@ QUANTIZED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kin
 TOKENS = list(range(3, 200, 5))
 
 
-def _logits(path: Path) -> torch.Tensor:
-    decoder = TorchDecoder.load(path, dtype="float32", device="cpu")
+def _logits(path: Path, weights: str = "auto") -> torch.Tensor:
+    decoder = TorchDecoder.load(path, dtype="float32", device="cpu", weights=weights)
     decoder.allocate(PoolGeometry(4, 16))
     return run_in_chunks(decoder, TOKENS, 17, [1, 3, 2])
 
@@ -48,9 +48,32 @@ def test_a_gguf_file_gives_the_logits_of_the_safetensors_model_of_the_same_value
     gguf = write_gguf(tmp_path / "model.gguf", model, kind)
     _rounded_as(model, kind)
     folder = tiny_models.save(model, tmp_path / "folder")
-    found, expected = _logits(gguf), _logits(folder)
+    expected = _logits(folder)
     assert expected.std() > 0.5
-    assert torch.equal(found, expected)
+    for weights in ("auto", "expanded"):
+        assert torch.equal(_logits(gguf, weights), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_biases", "gemma3"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"attn_v": Kind.Q8_0},
+        {"attn_k": Kind.F16, "ffn_up": Kind.Q5_0},
+        {"attn_q": Kind.Q5_1, "attn_k": Kind.Q4_0, "attn_v": Kind.BF16, "token_embd": Kind.F16, "output": Kind.Q8_0},
+    ],
+    ids=["values", "one left out", "all differ"],
+)
+def test_projections_of_different_kinds_still_give_the_logits_of_their_values(
+    family: str, others: dict[str, Kind], tmp_path: Path
+) -> None:
+    architecture = "gemma3" if family == "gemma3" else "llama"
+    untied = "output" in others and family == "llama"
+    model = tiny_models.build(family, **({"tie_word_embeddings": False} if untied else {}))
+    gguf = write_gguf(tmp_path / "model.gguf", model, Kind.Q4_1, architecture=architecture, others=others)
+    expected = _logits(gguf, "expanded")
+    assert expected.std() > 0.5
+    assert torch.equal(_logits(gguf, "auto"), expected)
 
 
 @pytest.mark.parametrize(
