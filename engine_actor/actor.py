@@ -62,6 +62,7 @@ class StartReport:
 
     model: str
     dtype: str
+    weight_bytes: int
     pool: PoolSize
     context_length: int
     seconds: dict[str, float]  # of the steps of the start, in order
@@ -69,8 +70,9 @@ class StartReport:
     def __str__(self) -> str:
         pool = self.pool
         text = (
-            f"{self.model} ({self.dtype}); KV cache: {pool.num_blocks} blocks of {pool.block_size} = "
-            f"{pool.tokens} tokens, {pool.bytes / 2**20:.0f} MiB"
+            f"{self.model} ({self.dtype}); weights: {self.weight_bytes / 2**20:.0f} MiB; "
+            f"KV cache: {pool.num_blocks} blocks of {pool.block_size} = {pool.tokens} tokens, "
+            f"{pool.bytes / 2**20:.0f} MiB"
         )
         if pool.limited_by_pool:
             text += (
@@ -175,7 +177,7 @@ class EngineActor:
         limits = TurnLimits(options.running_limit, options.queue_limit, options.max_turns_per_session)
         owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
-        return owner, StartReport(options.model, options.dtype, pool, context, seconds)
+        return owner, StartReport(options.model, options.dtype, loaded.weight_bytes, pool, context, seconds)
 
     def _note_step(self, report: StepReport) -> None:
         self._step_bound.note(report)

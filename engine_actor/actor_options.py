@@ -13,7 +13,9 @@ class ActorOptions:
     """Plain values, so that they cross a process border.
 
     model                 a Hugging Face folder or a GGUF file
-    dtype                 of weights and KV cache: "bfloat16" or "float32"
+    dtype                 of the KV cache and of expanded weights: "bfloat16" or "float32"
+    weights               quantized matrices stay "stored" as the file has them, or are "expanded" to dtype; "auto":
+                          stored where that can run
     device                "auto" (CUDA where there is one), "cpu" or "cuda"
     kv_memory             the KV pool: bytes if > 1, else the share of the memory that is free at start
     max_model_len         longest sequence; None: the model's own context
@@ -30,6 +32,7 @@ class ActorOptions:
 
     model: str
     dtype: str = "bfloat16"
+    weights: str = "auto"
     device: str = "auto"
     backend: str = "torch"
     numerics: Numerics = Numerics.EXACT
@@ -50,6 +53,8 @@ class ActorOptions:
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float32"):
             raise InvalidOption("dtype", self.dtype, "'bfloat16' or 'float32'")
+        if self.weights not in ("auto", "stored", "expanded"):
+            raise InvalidOption("weights", self.weights, "'auto', 'stored' or 'expanded'")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidOption("device", self.device, "'auto', 'cpu' or 'cuda'")
         if self.backend != "torch":

@@ -53,6 +53,10 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve on.")] = 8000,
     backend: Annotated[str | None, typer.Option(help="What runs the model: torch. [default: torch]")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. [default: bfloat16]")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Of quantized files: auto, stored (kept in 4 or 8 bits) or expanded. [default: auto]"),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     numerics: Annotated[
         str | None,
@@ -97,6 +101,7 @@ def serve(
         "replicas": replicas,
         "backend": backend,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
         "numerics": numerics,
         "kv_memory": kv_memory,

@@ -47,7 +47,14 @@ class AppArgs(RequestLimits):
         description="The name clients use. Default: the known name, else that of the file or folder.",
     )
     backend: Literal["torch"] = Field("torch", description="What runs the model.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of the weights and the KV cache.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Type of the KV cache, and of weights that are not kept in 4 or 8 bits."
+    )
+    weights: Literal["auto", "stored", "expanded"] = Field(
+        "auto",
+        description="stored: what a GGUF file holds in 4 or 8 bits stays so in memory. expanded: it becomes dtype. "
+        "auto: stored on a CPU with a compiler, else expanded.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one, else the CPU.")
     numerics: Numerics = Field(
         Numerics.EXACT,
@@ -305,6 +312,7 @@ class AppArgs(RequestLimits):
         return ActorOptions(
             model=self.model,
             dtype=self.dtype,
+            weights=self.weights,
             device=self.device,
             backend=self.backend,
             numerics=self.numerics,

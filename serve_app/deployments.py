@@ -173,6 +173,7 @@ class EngineDeployment:
             "model_name": self._model_name,
             "model": self._report.model,
             "dtype": self._report.dtype,
+            "weight_bytes": self._report.weight_bytes,
             "blocks": pool.num_blocks,
             "block_size": pool.block_size,
             "pool_tokens": pool.tokens,

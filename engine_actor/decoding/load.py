@@ -21,6 +21,7 @@ Progress = Callable[[int, int], None]
 class LoadedDecoder:
     decoder: Decoder
     free_bytes: int
+    weight_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # of the steps of loading
 
 
@@ -35,9 +36,11 @@ def load_decoder(options: ActorOptions, progress: Progress | None = None) -> Loa
     with watch.step("build or load kernels"):
         native.shared_object()
     with watch.step("load weights"):
-        decoder = TorchDecoder.load(options.model, dtype=options.dtype, device=options.device, progress=progress)
+        decoder = TorchDecoder.load(
+            options.model, dtype=options.dtype, device=options.device, weights=options.weights, progress=progress
+        )
     if decoder.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(decoder.device)
     else:
         free_bytes = free_host_bytes()
-    return LoadedDecoder(decoder, free_bytes, watch.seconds)
+    return LoadedDecoder(decoder, free_bytes, decoder.weight_bytes, watch.seconds)

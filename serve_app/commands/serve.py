@@ -198,7 +198,7 @@ def _print_facts(session: RaySession) -> None:
     for facts in replicas:
         short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
         say(
-            f"  {facts['replica']}: {facts['dtype']}; KV cache "
+            f"  {facts['replica']}: {facts['dtype']}; weights {facts['weight_bytes'] / 2**20:.0f} MiB; KV cache "
             f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
             f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
         )

@@ -1,7 +1,8 @@
 """Tokens per second of TorchDecoder.forward next to a plain transformers forward with its cache, in bfloat16.
 
-Same model file, batch, context and threads, one process; the two take turns, so that a change of the machine's speed
-hits both. No scheduler and no sampling on either side. Figures are medians; with one thread they are of its CPU time,
+Weights of a quantized file are measured as stored and expanded to bfloat16; transformers has them expanded.
+Same model file, batch, context and threads, one process; the sides take turns, so that a change of the machine's speed
+hits all. No scheduler and no sampling on any side. Figures are medians; with one thread they are of its CPU time,
 which other work on the machine disturbs least.
 
     python -m tests.benchmarks.bench_decoder --model smollm2.gguf --threads 2
@@ -19,7 +20,7 @@ from typing import Any
 
 CONTEXT = 200
 PREFILL = 512
-BATCHES = (1, 8, 32)
+BATCHES = (1, 4, 8, 32)
 BLOCK_SIZE = 16
 
 
@@ -82,31 +83,38 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-    start = time.perf_counter()
-    decoder = TorchDecoder.load(arguments.model, dtype="bfloat16", device="cpu")
-    print(f"loaded in {time.perf_counter() - start:.1f} s; {arguments.threads} threads; torch {torch.__version__}")
-    peer = _peer(arguments.model)
     blocks_each = max(CONTEXT + 1, PREFILL) // BLOCK_SIZE + 1
-    decoder.allocate(PoolGeometry(1 + blocks_each * max(BATCHES), BLOCK_SIZE))
-    tokens = torch.randint(3, decoder.manifest.vocab_size, (max(BATCHES), PREFILL)).tolist()
+    decoders = []
+    for weights in ("auto", "expanded"):
+        start = time.perf_counter()
+        decoder = TorchDecoder.load(arguments.model, dtype="bfloat16", device="cpu", weights=weights)
+        seconds = time.perf_counter() - start
+        print(f"weights {weights}: loaded in {seconds:.1f} s, {decoder.weight_bytes / 2**20:.0f} MiB")
+        decoder.allocate(PoolGeometry(1 + blocks_each * max(BATCHES), BLOCK_SIZE))
+        decoders.append(decoder)
+    print(f"{arguments.threads} threads; torch {torch.__version__}")
+    peer = _peer(arguments.model)
+    tokens = torch.randint(3, decoders[0].manifest.vocab_size, (max(BATCHES), PREFILL)).tolist()
 
     def blocks(row: int) -> range:
         return range(1 + row * blocks_each, 1 + (row + 1) * blocks_each)
 
-    print(f"\n{'case':24}{'ours tok/s':>12}{'transformers':>14}{'ratio':>8}{'ours ms':>10}")
+    print(f"\n{'tokens/s':24}{'auto':>10}{'expanded':>10}{'ratio':>8}{'transformers':>14}{'ratio':>8}{'auto ms':>10}")
     with torch.inference_mode():
 
-        def report(case: str, count: int, ours: Callable[[], float], theirs: Callable[[], float]) -> None:
-            mine, other = _take_turns(arguments.repeats, ours, theirs)
-            rates = f"{count / mine:12.0f}{count / other:14.0f}{other / mine:8.2f}"
-            print(f"{case:24}{rates}{mine * 1e3:10.2f}", flush=True)
+        def report(case: str, count: int, step: Any, theirs: Callable[[], float]) -> None:
+            ours = [lambda decoder=decoder: _timed(lambda: decoder.forward(step), clock) for decoder in decoders]
+            auto, expanded, other = _take_turns(arguments.repeats, *ours, theirs)
+            rates = f"{count / auto:10.0f}{count / expanded:10.0f}{expanded / auto:8.2f}"
+            print(f"{case:24}{rates}{count / other:14.0f}{other / auto:8.2f}{auto * 1e3:10.2f}", flush=True)
 
         for batch in BATCHES:
             cache = DynamicCache(config=peer.config)
             prompt = torch.tensor([row[:CONTEXT] for row in tokens[:batch]])
             peer(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            for row in range(batch):
-                decoder.forward(pack([Row(tokens[row][:CONTEXT], 0, blocks(row))], []))
+            for decoder in decoders:
+                for row in range(batch):
+                    decoder.forward(pack([Row(tokens[row][:CONTEXT], 0, blocks(row))], []))
             last = torch.tensor([[row[CONTEXT]] for row in tokens[:batch]])
             step = pack([Row(tokens[row][CONTEXT : CONTEXT + 1], CONTEXT, blocks(row)) for row in range(batch)])
 
@@ -115,17 +123,14 @@ def main() -> None:
                 cache.crop(-1)
                 return taken
 
-            def decode(step: Any = step) -> float:
-                return _timed(lambda: decoder.forward(step), clock)
-
-            report(f"decode, batch {batch}", batch, decode, decode_peer)
+            report(f"decode, batch {batch}", batch, step, decode_peer)
 
         step = pack([Row(tokens[0], 0, blocks(0))], [PREFILL - 1])
         prompt = torch.tensor([tokens[0]])
         report(
             f"prefill, {PREFILL} tokens",
             PREFILL,
-            lambda: _timed(lambda: decoder.forward(step), clock),
+            step,
             lambda: _timed(
                 lambda: peer(prompt, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1), clock
             ),

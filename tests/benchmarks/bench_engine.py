@@ -109,17 +109,21 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="a known name, a Hugging Face folder or a GGUF file")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--weights", default="auto", choices=["auto", "stored", "expanded"])
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--new", type=int, default=32, help="decode steps measured at each batch size")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.perf_counter()
-    decoder = TorchDecoder.load(resolve_model(args.model), dtype=args.dtype)
+    decoder = TorchDecoder.load(resolve_model(args.model), dtype=args.dtype, weights=args.weights)
     loaded = time.perf_counter() - started
     blocks = 34 * blocks_for(args.context + args.new + 4, 16) + 160
     engine = Engine(decoder, EngineConfig(blocks, max_batch_size=32))
     vocab = decoder.manifest.vocab_size
-    print(f"{args.model}, {args.dtype}, {args.threads} threads, context {args.context}; loaded in {loaded:.1f} s")
+    form = f"weights {args.weights}, {decoder.weight_bytes / 2**20:.0f} MiB"
+    print(
+        f"{args.model}, {args.dtype}, {form}, {args.threads} threads, context {args.context}; loaded in {loaded:.1f} s"
+    )
     print(f"{'':24}{'tokens/s':>10}{'outside decoder':>18}")
     decode(engine, vocab, 2, 20, 3, SamplingParams())  # warm-up
     for rows in (1, 8, 32):

@@ -32,6 +32,7 @@ def test_memory_that_makes_no_sense_is_refused(given: object) -> None:
         ("replicas", True),
         ("kv_memory", "much"),
         ("dtype", "float16"),
+        ("weights", "int8"),
         ("max_model_len", 1),
         ("session_header", "bad header"),
         ("threads", -1),

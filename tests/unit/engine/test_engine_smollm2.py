@@ -43,14 +43,14 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(template.format(text), special_tokens=False) for text in QUESTIONS]
 
 
-@pytest.fixture(scope="module")
-def model(smollm2_path: Path) -> TorchDecoder:
-    return TorchDecoder.load(smollm2_path, dtype="bfloat16", device="cpu")
+@pytest.fixture(scope="module", params=["auto", "expanded"])
+def model(request: pytest.FixtureRequest, smollm2_path: Path) -> TorchDecoder:
+    return TorchDecoder.load(smollm2_path, dtype="bfloat16", device="cpu", weights=request.param)
 
 
-@pytest.fixture(scope="module")
-def wide_model(smollm2_path: Path) -> TorchDecoder:
-    return TorchDecoder.load(smollm2_path, dtype="float32", device="cpu")
+@pytest.fixture(scope="module", params=["auto", "expanded"])
+def wide_model(request: pytest.FixtureRequest, smollm2_path: Path) -> TorchDecoder:
+    return TorchDecoder.load(smollm2_path, dtype="float32", device="cpu", weights=request.param)
 
 
 @dataclass
