@@ -143,3 +143,22 @@ def test_logits_are_never_rounded_to_bfloat16(compiler: bool, monkeypatch: pytes
     layer = PackedLinear(weight, float_output=True)
     assert layer.kind != "onednn-bf16"
     assert (layer(x) - linear_reference(x, weight, None)).abs().max() < 1e-5
+
+
+def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps something for each of them, for ever."""
+    layer = linear._OneDnn(torch.randn(24, 16).to(BF16), torch.randn(24))
+    product, seen = layer._product, set()
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        seen.add(len(x))
+        return product(x)
+
+    monkeypatch.setattr(layer, "_product", watched)
+    batch = torch.randn(1100, 16)
+    whole = layer(batch)
+    for rows in [*range(1, 140), 255, 256, 257, 511, 512, 513, 1024, 1100]:
+        result = layer(batch[:rows])
+        assert result.shape == (rows, 24) and result.dtype == torch.float32
+        assert torch.allclose(result, whole[:rows], rtol=2e-2, atol=2e-2)
+    assert seen <= set(linear.ROW_COUNTS)
