@@ -22,7 +22,6 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.packing import StepPacker
@@ -32,7 +31,7 @@ from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.request import FinishReason, RequestRecord, RequestStatus, Usage
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow, to_host
-from engine_actor.sampling.logits_processors import RowContext
+from engine_actor.sampling.logits_processors import Bits, RowContext, bytes_of_bits
 from engine_actor.sampling.logprobs import TokenLogprob, logprob_of
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
 
@@ -200,18 +199,18 @@ class StepTransaction:
         if not too_short and not options.sampling.reshapes and record.guide is None:
             return None
         tokens, generated = record.history.ids[: record.history.length], record.turn_generated
-        allowed = None if record.guide is None else self._allowed(record, tokens[len(tokens) - generated :])
+        mask = None if record.guide is None else self._mask(record, tokens[len(tokens) - generated :])
         banned = record.end_tokens if too_short else frozenset()
-        return RowContext(tokens, generated, banned, allowed)
+        return RowContext(tokens, generated, banned, mask)
 
-    def _allowed(self, record: RequestRecord, answer: list[int]) -> NDArray[np.bool_] | None:
+    def _mask(self, record: RequestRecord, answer: list[int]) -> Bits | None:
         """What the row's grammar lets follow. Where it fails nothing may, so that this row ends alone."""
         assert record.guide is not None
         try:
-            return record.guide.allowed(answer)
+            return record.guide.mask(answer)
         except GuidanceFailed as error:
             self._unguided[record.id] = str(error)
-            return np.zeros(self._lifecycle.vocab_size, np.bool_)
+            return np.zeros(bytes_of_bits(self._lifecycle.vocab_size), np.uint8)
 
     def _logprobs(self, staged: StagedRow, at: int, wanted: int) -> list[TokenLogprob]:
         """Of each appended token; the row's logits start at index `at` of the step's."""

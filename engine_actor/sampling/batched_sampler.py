@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_actor.options import SamplingParams
-from engine_actor.sampling.logits_processors import RowContext, process
+from engine_actor.sampling.logits_processors import RowContext, bytes_of_bits, process
 from engine_actor.sampling.philox import uniforms
 
 Float32 = NDArray[np.float32]
@@ -41,12 +41,14 @@ class SampleRow:
 
 class BatchedSampler:
     def __init__(self) -> None:
-        self._weights = np.empty(0, np.float32)  # of one row at a time; grown to the vocabulary once
+        # Of one row at a time; grown to the vocabulary once.
+        self._weights = np.empty(0, np.float32)
+        self._changed = np.empty(0, np.float32)
 
     def sample(self, logits: Any, rows: Sequence[SampleRow]) -> list[int | None]:
         """One token a row; None for a row whose logits hold no usable number, so that it fails alone.
 
-        logits: float32 [len(rows), vocab], a torch tensor on any device or a numpy array.
+        logits: float32 [len(rows), vocab], a torch tensor on any device or a numpy array. Left as they are.
         """
         if not rows:
             return []
@@ -55,25 +57,36 @@ class BatchedSampler:
         best = host.argmax(axis=1)
         # argmax stops at the first NaN, so a peak that is finite is a true one.
         peaks = host[np.arange(len(rows)), best]
-        lines = {}  # of rows that are changed: copies, since log-probabilities are those of the model
-        for i, row in enumerate(rows):
-            if row.context is not None:
-                line = lines[i] = host[i].copy()
-                process(line, row.params, row.context)
-                best[i] = line.argmax()
-                peaks[i] = line[best[i]]
         tokens: list[int | None] = best.tolist()
         for broken in np.flatnonzero(~np.isfinite(peaks)):
             tokens[broken] = None
-        random = [i for i, row in enumerate(rows) if not row.params.greedy and tokens[i] is not None]
-        if random:
-            if len(self._weights) < host.shape[1]:
-                self._weights = np.empty(host.shape[1], np.float32)
-            draws = uniforms([rows[i].params.seed for i in random], [rows[i].position for i in random])
+        own = [i for i, row in enumerate(rows) if row.context is not None or not row.params.greedy]
+        if own:
+            self._make_room(host.shape[1])
+            random = [rows[i] for i in own if not rows[i].params.greedy]
+            draws = iter(uniforms([r.params.seed for r in random], [r.position for r in random]) if random else ())
             with np.errstate(over="ignore"):  # a logit infinitely far below the peak has no weight, as it should
-                for i, u in zip(random, draws, strict=True):
-                    tokens[i] = _draw(lines.get(i, host[i]), peaks[i], rows[i].params, float(u), self._weights)
+                for i in own:
+                    u = None if rows[i].params.greedy else float(next(draws))
+                    tokens[i] = self._choose(host[i], peaks[i], tokens[i], rows[i], u)
         return tokens
+
+    def _choose(
+        self, logits: Float32, peak: np.float32, best: int | None, row: SampleRow, u: float | None
+    ) -> int | None:
+        """Of one row, whose largest logit is `peak`, that of the token `best`. `u`: None takes that one."""
+        if row.context is not None:
+            logits = process(logits, row.params, row.context, self._changed)
+            best = int(logits.argmax())
+            peak = logits[best]
+            if not np.isfinite(peak):
+                return None
+        return best if best is None or u is None else _draw(logits, peak, row.params, u, self._weights)
+
+    def _make_room(self, vocab_size: int) -> None:
+        if len(self._weights) < vocab_size:
+            self._weights = np.empty(vocab_size, np.float32)
+            self._changed = np.empty(8 * bytes_of_bits(vocab_size), np.float32)
 
 
 def to_host(logits: Any) -> Float32:

@@ -1,4 +1,4 @@
-"""Where one answer stands in its grammar: which tokens may follow, as a mask over the vocabulary.
+"""Where one answer stands in its grammar: which tokens may follow.
 
 A cursor is a function of the grammar and of the answer's tokens so far. It remembers how far it has read, and reads
 committed tokens only: a rollback has nothing to restore, draining events moves nothing, and a turn that was preempted,
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 
 from engine_actor.errors import GuidanceFailed
+from engine_actor.sampling.logits_processors import Bits, bytes_of_bits
 from engine_actor.sampling.vocabulary import Words
 
 logger = logging.getLogger("moorage.engine")
@@ -30,7 +30,7 @@ class Cursor:
     """`renewed` is asked once, where the library gives up: for another matcher at its start that shares nothing with
     others, or None."""
 
-    __slots__ = ("_awaited", "_mask", "_matcher", "_read", "_renewed", "_spent", "_tail", "_trigger", "_words")
+    __slots__ = ("_awaited", "_bits", "_matcher", "_read", "_renewed", "_spent", "_tail", "_trigger", "_words")
 
     def __init__(
         self, matcher: LLMatcher, renewed: Callable[[], LLMatcher | None], words: Words, trigger: bytes
@@ -40,7 +40,7 @@ class Cursor:
         self._words = words
         self._trigger = trigger
         self._spent = 0.0  # seconds of processor time
-        self._mask = np.zeros((len(words.tokens) + 31) // 32, np.int32)  # F292
+        self._bits = np.zeros(bytes_of_bits(len(words.tokens)), np.uint8)  # F292
         self._start(matcher)
 
     def _start(self, matcher: LLMatcher) -> None:
@@ -54,10 +54,10 @@ class Cursor:
         """Tokens of the answer that it has read."""
         return self._read
 
-    def allowed(self, answer: Sequence[int]) -> NDArray[np.bool_] | None:
-        """bool [vocabulary]: which tokens may follow; None: any. `answer`: all committed tokens of it, which go on from
-        those given before. Raises GuidanceFailed, now and for ever, where the library gives up (F291), or the grammar
-        takes the engine too much time."""
+    def mask(self, answer: Sequence[int]) -> Bits | None:
+        """Which tokens may follow; None: any. It is the cursor's own, and holds until the next call. `answer`: all
+        committed tokens of it, which go on from those given before. Raises GuidanceFailed, now and for ever, where the
+        library gives up (F291), or the grammar takes the engine too much time."""
         begun = time.thread_time()
         self._advance(answer)
         if self._matcher.is_error() and self._renewed is not None:
@@ -72,10 +72,7 @@ class Cursor:
         self._spent += time.thread_time() - begun
         if self._spent > SECONDS_A_TURN + SECONDS_A_TOKEN * self._read:
             raise GuidanceFailed(f"it took {self._spent:.1f} s to find out what may follow {self._read} tokens")
-        if self._free:
-            return None
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
-        return bits[: len(self._words.tokens)].view(np.bool_)
+        return None if self._free else self._bits
 
     def _advance(self, answer: Sequence[int]) -> None:
         """Reads what is new, and makes the mask. After an error the library does neither."""
@@ -83,7 +80,7 @@ class Cursor:
             self._read_one(token)
         self._read = len(answer)
         if not self._free:
-            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
 
     @property
     def _free(self) -> bool:

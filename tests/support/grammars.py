@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_actor.options import Guidance, GuidanceKind
+from engine_actor.sampling.guidance_cursor import Cursor
 from engine_actor.sampling.vocabulary import Vocabulary
 
 PAD, EOS = 0, 1
@@ -41,6 +45,15 @@ def schema(wanted: object) -> Guidance:
 
 def lark(text: str) -> Guidance:
     return Guidance(GuidanceKind.LARK, text)
+
+
+def allowed(cursor: Cursor, answer: list[int], vocab_size: int = 64) -> NDArray[np.bool_]:
+    """Which tokens may follow, where not any may."""
+    mask = cursor.mask(answer)
+    assert mask is not None
+    bits = np.unpackbits(mask, bitorder="little")
+    assert not bits[vocab_size:].any()
+    return bits[:vocab_size].astype(np.bool_)
 
 
 def spell(tokens: Sequence[int]) -> str:

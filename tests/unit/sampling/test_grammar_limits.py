@@ -20,7 +20,7 @@ from engine_actor.sampling.guidance import Grammars, check_grammar
 from engine_actor.sampling.guidance_cursor import Cursor
 from engine_actor.sampling.vocabulary import Vocabulary
 from serve_app.text.tokenizer import load_tokenizer
-from tests.support.grammars import EOS, IDS, encode, lark, letters, regex, schema
+from tests.support.grammars import EOS, IDS, allowed, encode, lark, letters, regex, schema
 
 GROWING = regex("y|x[ab]*a[ab]{9}")  # what may follow depends on the last ten letters, so there are 1,024 cases
 
@@ -29,18 +29,12 @@ def grammars() -> Grammars:
     return Grammars(letters, 64, frozenset({EOS}))
 
 
-def mask(cursor: Cursor, answer: list[int]) -> NDArray[np.bool_]:
-    allowed = cursor.allowed(answer)
-    assert allowed is not None
-    return allowed
-
-
 def read(cursor: Cursor, text: str) -> NDArray[np.bool_]:
     """Letter by letter, as an engine does. The last mask."""
     ids = encode(text)
     for count in range(len(ids)):
-        cursor.allowed(ids[:count])
-    return mask(cursor, ids)
+        cursor.mask(ids[:count])
+    return allowed(cursor, ids)
 
 
 def letters_of(seed: int, count: int) -> str:
@@ -57,7 +51,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> Grammars:
 def test_an_answer_that_fills_the_automaton_ends_no_other_one(tight: Grammars) -> None:
     """Copies of a grammar share it, and one that is full fails in all of them."""
     before, long = tight.cursor(GROWING), tight.cursor(GROWING)
-    before.allowed([])
+    before.mask([])
     for _ in range(2):
         with pytest.raises(GuidanceFailed, match="too many states"):
             read(long, letters_of(1, 50))
@@ -78,10 +72,10 @@ def test_a_grammar_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) ->
     answer: list[int] = []
     with pytest.raises(GuidanceFailed, match="to find out what may follow"):
         while len(answer) < 300:
-            cursor.allowed(answer)
+            cursor.mask(answer)
             answer.append(IDS["a"])
     with pytest.raises(GuidanceFailed):
-        cursor.allowed(answer)
+        cursor.mask(answer)
 
 
 def test_what_is_kept_is_bounded_by_the_time_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +112,7 @@ def test_two_threads_that_need_the_first_grammar_read_the_vocabulary_once() -> N
     assert len(reads) == 1
     assert {grammar.guidance.data for grammar in compiled} == {"a", "b"}
     for letter in "ab":
-        assert np.flatnonzero(mask(made.cursor(regex(letter)), [])).tolist() == sorted({IDS[letter]})
+        assert np.flatnonzero(allowed(made.cursor(regex(letter)), [])).tolist() == sorted({IDS[letter]})
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +131,9 @@ def test_a_schema_cannot_ask_for_other_white_space(real: Grammars, own: object) 
     usual, changed = real.cursor(schema(wanted)), real.cursor(schema(wanted | {"x-guidance": own}))
     answer: list[int] = []
     while len(answer) < 8 and not set(answer) & set(real._eos):
-        allowed = mask(usual, answer)
-        assert (mask(changed, answer) == allowed).all()
-        answer.append(int(np.flatnonzero(allowed)[-1]))
+        usually = allowed(usual, answer, real._vocab_size)
+        assert (allowed(changed, answer, real._vocab_size) == usually).all()
+        answer.append(int(np.flatnonzero(usually)[-1]))
     assert len(answer) > 2
 
 
@@ -205,11 +199,11 @@ def test_a_nasty_grammar_is_refused_or_served_within_bounds(real: Grammars, name
     begun = time.thread_time()
     try:
         for _ in range(150):
-            allowed = mask(cursor, answer).copy()
-            allowed[real._eos] = False
-            if not allowed.any():
+            goes_on = allowed(cursor, answer, real._vocab_size)
+            goes_on[real._eos] = False
+            if not goes_on.any():
                 break
-            choices = np.flatnonzero(allowed)
+            choices = np.flatnonzero(goes_on)
             answer.append(int(choices[rng.integers(len(choices))]))
     except GuidanceFailed as error:
         assert str(error)

@@ -21,8 +21,9 @@ def row(*values: float) -> np.ndarray:
 def processed(
     logits: np.ndarray, tokens: list[int], generated: int = 0, banned: set[int] | None = None, **params: object
 ) -> list[float]:
-    out = logits.copy()
-    process(out, SamplingParams(**params), RowContext(tokens, generated, frozenset(banned or ())))  # type: ignore[arg-type]
+    context, before = RowContext(tokens, generated, frozenset(banned or ())), logits.copy()
+    out = process(logits, SamplingParams(**params), context, np.empty(32, np.float32))  # type: ignore[arg-type]
+    assert (logits == before).all()
     values: list[float] = out.tolist()
     return values
 
@@ -31,6 +32,14 @@ def processed(
 def test_lp01_penalty_and_minimum_length() -> None:
     out = processed(row(4, -2, 3, 5), [0, 1], banned={3}, repetition_penalty=2.0)
     assert out == [2.0, -4.0, 3.0, -math.inf]
+
+
+def test_a_mask_leaves_what_it_allows_as_it_is() -> None:
+    logits = np.random.default_rng(0).normal(size=40).astype(np.float32)
+    allowed = np.random.default_rng(1).random(40) < 0.5
+    mask = np.packbits(np.pad(allowed, (0, 24)), bitorder="little")
+    out = process(logits, SamplingParams(), RowContext([], 0, mask=mask), np.empty(64, np.float32))
+    assert np.array_equal(out, np.where(allowed, logits, -np.inf))
 
 
 @pytest.mark.parity("F279")
