@@ -14,18 +14,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from engine_actor.errors import UnusableGrammar
 from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance_cursor import Cursor, said_shortly
+from engine_actor.sampling.guidance_cursor import Cursor, panics_as, said_shortly
 from engine_actor.sampling.vocabulary import Vocabulary, Words
 
-# Where these differ from the library's own they are lower. A state is about 1 kB; so much fuel is burnt in 7 ms.
-LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=100_000, verbose_errors=False)
+LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)  # a state is about 1 kB
 KEPT_GRAMMARS = 128
 KEPT_SECONDS = 1.0  # of compiling what is kept. A grammar's memory grows with that, by up to 0.5 MB a millisecond
 SECONDS_TO_RENEW = 0.05  # of compiling, on the owner thread
@@ -45,7 +44,9 @@ JSON_STYLE = {
 def check_grammar(guidance: Guidance) -> None:
     """Raises UnusableGrammar with the reason if it is no grammar, as far as that can be told without a vocabulary: in
     0.3 s at most, which are spent once for each text."""
-    if reason := LLMatcher.validate_grammar(_grammar_of(guidance), limits=LIMITS):
+    with panics_as(partial(UnusableGrammar, guidance.kind)):
+        reason = LLMatcher.validate_grammar(_grammar_of(guidance), limits=LIMITS)
+    if reason:
         raise UnusableGrammar(guidance.kind, said_shortly(reason))
 
 
@@ -117,9 +118,10 @@ class Grammars:
             raise UnusableGrammar(guidance.kind, "this model has no token that ends an answer")
         tokenizer = self._read_vocabulary(self._vocabulary)
         begun = time.thread_time()
-        matcher = LLMatcher(tokenizer, _grammar_of(guidance), log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask is the dearest, and shows what allows no token at all
+        with panics_as(partial(UnusableGrammar, guidance.kind)):
+            matcher = LLMatcher(tokenizer, _grammar_of(guidance), log_level=0, limits=LIMITS)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first mask is the dearest, and shows what allows no token at all
         if matcher.is_error():
             raise UnusableGrammar(guidance.kind, said_shortly(matcher.get_error()))
         with self._lock:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from llguidance import LLMatcher
@@ -21,8 +22,10 @@ from engine_actor.sampling.vocabulary import Words
 
 logger = logging.getLogger("moorage.engine")
 
-SECONDS_A_TURN = 0.5  # of the owner thread's processor time for masks; so much in all, and
-SECONDS_A_TOKEN = 0.002  # so much more for each token. Most grammars need a fiftieth of it
+# Of the owner thread's processor time for masks: so much in all, and so much more for each token and each entry of the
+# vocabulary. That is 2 ms a token for SmolLM2 and 10 ms for Gemma 3; most grammars need a fiftieth of it.
+SECONDS_A_TURN = 0.5
+SECONDS_AN_ENTRY = 40e-9
 LONGEST_REASON = 500  # characters of what the library says of a grammar
 
 
@@ -59,18 +62,19 @@ class Cursor:
         committed tokens of it, which go on from those given before. Raises GuidanceFailed, now and for ever, where the
         library gives up (F291), or the grammar takes the engine too much time."""
         begun = time.thread_time()
-        self._advance(answer)
-        if self._matcher.is_error() and self._renewed is not None:
-            # Copies of a matcher share the automaton of its lexer, and one that is full fails in each of them. Whether
-            # this answer or others have filled it is not known, and its fate must not depend on them.
-            renew, self._renewed = self._renewed, None
-            if (other := renew()) is not None:
-                self._start(other)
-                self._advance(answer)
+        with panics_as(GuidanceFailed):
+            self._advance(answer)
+            if self._matcher.is_error() and self._renewed is not None:
+                # Copies of a matcher share the automaton of its lexer, and one that is full fails in each of them.
+                # Whether this answer or others have filled it is not known, and its fate must not depend on them.
+                renew, self._renewed = self._renewed, None
+                if (other := renew()) is not None:
+                    self._start(other)
+                    self._advance(answer)
         if self._matcher.is_error():
             raise GuidanceFailed(said_shortly(self._matcher.get_error()))
         self._spent += time.thread_time() - begun
-        if self._spent > SECONDS_A_TURN + SECONDS_A_TOKEN * self._read:
+        if self._spent > SECONDS_A_TURN + SECONDS_AN_ENTRY * len(self._words.tokens) * self._read:
             raise GuidanceFailed(f"it took {self._spent:.1f} s to find out what may follow {self._read} tokens")
         return None if self._free else self._bits
 
@@ -110,6 +114,21 @@ def said_shortly(reason: str) -> str:
     if text == "NoExtensionBias":
         return "no text matches it"
     if text.startswith("panic"):
-        logger.error("llguidance: %s", reason)  # where it failed is nobody else's business
-        return "the library that reads it failed"
+        return _panicked(reason)
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."
+
+
+@contextmanager
+def panics_as(wanted: Callable[[str], Exception]) -> Iterator[None]:
+    """A bug of the library that a grammar brings out comes as an exception that nothing else would stop."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise wanted(_panicked(str(error))) from None
+
+
+def _panicked(reason: str) -> str:
+    logger.error("llguidance: %s", reason)  # where it failed is nobody else's business
+    return "the library that reads it failed"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
 from engine_actor.errors import GuidanceFailed, UnusableGrammar
@@ -96,6 +96,28 @@ def test_what_is_kept_is_bounded_by_the_time_that_it_took(monkeypatch: pytest.Mo
 def test_a_grammar_that_no_text_matches_is_refused(nothing: object) -> None:
     with pytest.raises(UnusableGrammar, match="no text matches it"):
         grammars().compile(schema(nothing))
+
+
+@pytest.mark.parametrize(
+    "panics", [regex(r"((\p{L}|é)|\w)"), schema({"type": "string", "pattern": r"^((\p{L}|é)|\w)$"})]
+)
+def test_a_grammar_that_the_library_panics_over_is_refused(panics: Guidance) -> None:
+    """In Rust's sense, which reaches Python as what is no Exception. Where it was mended the grammar is one."""
+    for call in (check_grammar, grammars().compile):
+        try:
+            call(panics)
+        except UnusableGrammar as error:
+            assert error.reason == "the library that reads it failed"
+
+
+def test_a_panic_while_an_answer_is_read_ends_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(cursor: Cursor, answer: list[int]) -> None:
+        LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(r"((\p{L}|é)|\w)"))
+        raise type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("where that was mended")
+
+    monkeypatch.setattr(Cursor, "_advance", panic)
+    with pytest.raises(GuidanceFailed, match="the library that reads it failed"):
+        grammars().cursor(regex("a")).mask([])
 
 
 def test_two_threads_that_need_the_first_grammar_read_the_vocabulary_once() -> None:
