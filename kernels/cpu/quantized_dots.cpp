@@ -81,6 +81,7 @@ void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel
         const uint8_t* line = block + F::HEAD_BYTES;
         for (int64_t i = 0; i < p.group; i += 2) {
             vu codes[P];
+#pragma GCC unroll 4
             for (int part = 0; part < P; ++part) {
                 codes[part] = WRITTEN ? written[first + part] : code_pair<F>(line, first + part);
             }
@@ -89,6 +90,7 @@ void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel
                 uint32_t pair;
                 memcpy(&pair, x + r * p.k + i, sizeof pair);
                 const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
                 for (int part = 0; part < P; ++part) {
                     sums[r][part] = (vf)_mm512_dpbf16_ps((__m512)sums[r][part], a, (__m512bh)codes[part]);
                 }
@@ -97,7 +99,9 @@ void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel
             line += PAIR_BYTES<F>;
         }
         const typename F::template Group<P> scaled(block, first);
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
             for (int part = 0; part < P; ++part) {
                 float* y = kept + r * PANEL + (first + part) * W;
                 vf sum = fma(scaled.scales[part], sums[r][part], load(y));

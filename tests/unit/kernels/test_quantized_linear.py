@@ -162,6 +162,10 @@ def test_keeps_its_own_copy_of_the_weight() -> None:
 
 
 def test_every_float16_scale_is_read_as_torch_reads_it() -> None:
+    check_every_float16_scale()
+
+
+def check_every_float16_scale() -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(F16)
     every = every[every.isfinite()][:, None]
     ones = torch.ones(len(every), 32, dtype=torch.int8)
@@ -193,6 +197,7 @@ def test_other_vector_widths_give_the_same_bits(flags: str, tmp_path: Path, monk
         for rows in ROWS:
             assert torch.equal(layer(x[:rows]), expected[:rows])
         assert torch.equal(layer.rows(torch.arange(130)), weight.expanded())
+    check_every_float16_scale()
 
 
 def _case(form: Form) -> tuple[Tensor, QuantizedMatrix, Tensor]:
