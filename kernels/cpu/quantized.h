@@ -103,16 +103,15 @@ inline void finish(const float* sums, const float* bias, float* y, int64_t colum
 }
 
 // Deals the (chunk of rows, panel) pairs to threads in contiguous runs. carry(problem, first row, rows, panel, scratch,
-// sums) adds all of K to sums [rows][PANEL]; scratch: `size` values of one thread.
-template <class F, class Scratch, class Carry>
+// sums) adds all of K to sums [rows][PANEL]; scratch: `size` floats of one thread.
+template <class F, class Carry>
 void for_each_panel(const Problem& p, int64_t size, int threads, Carry carry) {
     const int64_t panels = (p.n + PANEL - 1) / PANEL, panel_bytes = p.k / p.group * F::group_bytes(p.group);
     const int64_t chunks = (p.t + CHUNK_ROWS - 1) / CHUNK_ROWS;
     const int64_t units = chunks * panels;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<Scratch> scratch(size);
-        std::vector<float> sums;
+        std::vector<float> scratch(size), sums;
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; ++unit) {
             const int64_t chunk = unit / panels, column = unit % panels * PANEL;

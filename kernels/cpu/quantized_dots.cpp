@@ -6,15 +6,15 @@
 // y = y + minimum * (sum of the group's x) in one. That sum adds the vectors of the group lane by lane, then the lanes
 // as a balanced tree. Nothing but an element's own row and column takes part, whatever the rows, tiles and threads.
 //
-// Tiling: as there, but with codes as pairs: unpacked in registers for up to TALL_ROWS rows, else written out once.
+// Tiling: a register tile is up to ROWS rows x one panel. Codes become pairs in registers, for every tile anew: that is
+// cheaper than to keep them. The (chunk of rows, panel) pairs are dealt to threads in contiguous runs.
 #include "quantized.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 
 namespace {
 
-// Of tiles that unpack codes, over a whole panel (16 accumulators) and over half of one (24); of those that do not.
-constexpr int WIDE_ROWS = 4, TALL_ROWS = 12, WRITTEN_ROWS = 6;
+constexpr int ROWS = 6;  // 24 accumulators of 32 registers
 
 // The activations: bfloat16 [t, k], and the sums of each group, [t, k / group].
 struct Rounded {
@@ -68,42 +68,36 @@ inline vu code_pair(const uint8_t* line, int part) {
     }
 }
 
-// Carries kept [R][PANEL] over `count` more groups from `g` on, in the parts [first, first + P). written: their codes
-// as pairs, or null.
-template <int R, int P, class F, bool WRITTEN>
-void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel, const vu* written, int64_t g,
-          int64_t count, int first, float* kept) {
+// Carries kept [R][PANEL] over all of K. top: the first of the R rows.
+template <int R, class F>
+void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* block, float* kept) {
     const int64_t groups = p.k / p.group;
-    const uint8_t* block = panel + g * F::group_bytes(p.group);
-    for (int64_t end = g + count; g < end; ++g) {
-        vf sums[R][P] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+        vf sums[R][PARTS] = {};
         const bf16* x = &in.x[top * p.k + g * p.group];
         const uint8_t* line = block + F::HEAD_BYTES;
         for (int64_t i = 0; i < p.group; i += 2) {
-            vu codes[P];
+            vu codes[PARTS];
 #pragma GCC unroll 4
-            for (int part = 0; part < P; ++part) {
-                codes[part] = WRITTEN ? written[first + part] : code_pair<F>(line, first + part);
-            }
-#pragma GCC unroll 12
+            for (int part = 0; part < PARTS; ++part) codes[part] = code_pair<F>(line, part);
+#pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
                 uint32_t pair;
                 memcpy(&pair, x + r * p.k + i, sizeof pair);
                 const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-                for (int part = 0; part < P; ++part) {
+                for (int part = 0; part < PARTS; ++part) {
                     sums[r][part] = (vf)_mm512_dpbf16_ps((__m512)sums[r][part], a, (__m512bh)codes[part]);
                 }
             }
-            if (WRITTEN) written += PARTS;
             line += PAIR_BYTES<F>;
         }
-        const typename F::template Group<P> scaled(block, first);
-#pragma GCC unroll 12
+        const typename F::template Group<PARTS> scaled(block, 0);
+#pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-            for (int part = 0; part < P; ++part) {
-                float* y = kept + r * PANEL + (first + part) * W;
+            for (int part = 0; part < PARTS; ++part) {
+                float* y = kept + r * PANEL + part * W;
                 vf sum = fma(scaled.scales[part], sums[r][part], load(y));
                 if (F::MINIMUM) sum = fma(scaled.minimums[part], splat(in.sums[(top + r) * groups + g]), sum);
                 store(y, sum);
@@ -113,45 +107,22 @@ void tile(const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel
     }
 }
 
-template <int R, int P, class F, bool WRITTEN>
-void tile_of(int rows, const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel, const vu* written,
-             int64_t g, int64_t count, float* kept) {
+template <int R, class F>
+void tile_of(int rows, const Problem& p, const Rounded& in, int64_t top, const uint8_t* panel, float* kept) {
     if constexpr (R > 1) {
-        if (rows < R) return tile_of<R - 1, P, F, WRITTEN>(rows, p, in, top, panel, written, g, count, kept);
+        if (rows < R) return tile_of<R - 1, F>(rows, p, in, top, panel, kept);
     }
-#pragma GCC unroll 2
-    for (int first = 0; first < PARTS; first += P) {
-        tile<R, P, F, WRITTEN>(p, in, top, panel, written, g, count, first, kept);
-    }
+    tile<R, F>(p, in, top, panel, kept);
 }
 
+// Register tiles of nearly equal height over `rows` rows from `first` on.
 template <class F>
-void rows_by_panel(const Problem& p, const Rounded& in, int64_t first, int64_t rows, const uint8_t* panel, vu* scratch,
+void rows_by_panel(const Problem& p, const Rounded& in, int64_t first, int64_t rows, const uint8_t* panel,
                    float* sums) {
-    const int64_t groups = p.k / p.group;
-    if (rows <= WIDE_ROWS) {
-        return tile_of<WIDE_ROWS, PARTS, F, false>(rows, p, in, first, panel, nullptr, 0, groups, sums);
-    }
-    if (rows <= TALL_ROWS) {
-        return tile_of<TALL_ROWS, PARTS / 2, F, false>(rows, p, in, first, panel, nullptr, 0, groups, sums);
-    }
-    const int64_t tiles = (rows + WRITTEN_ROWS - 1) / WRITTEN_ROWS;
-    const int64_t at_once = STRETCH / p.group;
-    for (int64_t g = 0; g < groups; g += at_once) {
-        const int64_t count = groups - g < at_once ? groups - g : at_once;
-        vu* out = scratch;
-        for (int64_t i = g; i < g + count; ++i) {
-            const uint8_t* line = panel + i * F::group_bytes(p.group) + F::HEAD_BYTES;
-            for (int64_t k = 0; k < p.group; k += 2, line += PAIR_BYTES<F>) {
-#pragma GCC unroll 4
-                for (int part = 0; part < PARTS; ++part) *out++ = code_pair<F>(line, part);
-            }
-        }
-        for (int64_t i = 0; i < tiles; ++i) {
-            const int64_t top = rows * i / tiles, bottom = rows * (i + 1) / tiles;
-            tile_of<WRITTEN_ROWS, PARTS, F, true>(bottom - top, p, in, first + top, panel, scratch, g, count,
-                                                  sums + top * PANEL);
-        }
+    const int64_t tiles = (rows + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t top = rows * i / tiles, bottom = rows * (i + 1) / tiles;
+        tile_of<ROWS, F>(bottom - top, p, in, first + top, panel, sums + top * PANEL);
     }
 }
 
@@ -167,9 +138,9 @@ void moorage_quantized_dots(const float* x, const uint8_t* packed, const float* 
     const Rounded in = rounded(problem, minimum, threads);
     with_form(bits, scale_bytes, minimum, [&](auto form) {
         using F = decltype(form);
-        for_each_panel<F, vu>(problem, STRETCH / 2 * PARTS, threads,
-                              [&](const Problem& p, int64_t first, int64_t rows, const uint8_t* panel, vu* scratch,
-                                  float* sums) { rows_by_panel<F>(p, in, first, rows, panel, scratch, sums); });
+        for_each_panel<F>(problem, 0, threads,
+                          [&](const Problem& p, int64_t first, int64_t rows, const uint8_t* panel, float*,
+                              float* sums) { rows_by_panel<F>(p, in, first, rows, panel, sums); });
     });
 }
 }

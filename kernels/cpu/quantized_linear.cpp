@@ -16,7 +16,7 @@ constexpr int WIDE_ROWS = 4, TALL_ROWS = 12;  // 16 and 24 accumulators of 32 re
 #else
 constexpr int WIDE_ROWS = 2, TALL_ROWS = 4;  // 8 accumulators of 16 registers
 #endif
-constexpr int64_t WRITE_OUT_TILES = 4;  // from so many tiles on, writing weights out beforehand pays
+constexpr int64_t WRITE_OUT_TILES = 3;  // from so many tiles on, writing weights out beforehand pays
 
 // A stretch that is written out has the form of a panel as well.
 struct WrittenOut {
@@ -126,7 +126,7 @@ void moorage_quantized_linear(const float* x, const uint8_t* packed, const float
     const Problem problem{x, packed, bias, y, t, n, k, group};
     with_form(bits, scale_bytes, minimum, [&](auto form) {
         using F = decltype(form);
-        for_each_panel<F, float>(problem, STRETCH * PANEL, threads, rows_by_panel<F>);
+        for_each_panel<F>(problem, STRETCH * PANEL, threads, rows_by_panel<F>);
     });
 }
 }
