@@ -65,18 +65,23 @@ class ChoiceText:
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.calls > 0
+        """When it has ended: there are calls, and all of them are whole."""
+        return self._calls is not None and self._calls.calls > 0 and not self._calls.cut
 
     def push(self, tokens: TurnTokens) -> Piece:
         self._logprobs.extend(tokens.logprobs)
-        return self._piece(self._text.push(tokens.token_ids))
+        piece = self._piece(self._text.push(tokens.token_ids))
+        return self._with_the_last(piece) if self.stopped else piece
 
     def finish(self) -> Piece:
-        piece = self._piece(self._text.finish())
+        return self._with_the_last(self._piece(self._text.finish()))
+
+    def _with_the_last(self, piece: Piece) -> Piece:
+        """What waited for the text that now does not come."""
         if self._calls is None:
             return piece
         text, calls = self._calls.finish()
-        return replace(piece, text=piece.text + text, calls=(*piece.calls, *calls))
+        return replace(piece, text=piece.text + text, calls=tuple(joined_calls((*piece.calls, *calls))))
 
     def _piece(self, text: str) -> Piece:
         if self._calls is not None:

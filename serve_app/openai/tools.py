@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
@@ -33,10 +33,14 @@ def _parameters(value: object) -> dict[str, Any] | None:
     return value or None
 
 
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
 def parsed_arguments(text: str) -> dict[str, Any] | None:
     """None: they are no JSON object, as where a limit has cut a call, or hold what can't be in a prompt."""
     try:
-        parsed = json.loads(text)
+        parsed = json.loads(text, parse_constant=_no_number)
         json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None

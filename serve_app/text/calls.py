@@ -58,7 +58,10 @@ class CallSplitter:
     def __init__(self, calls: Calls = Calls.AFTER_TEXT) -> None:
         self._state = _State.TEXT if calls is Calls.AFTER_TEXT else _State.START
         self._held = ""
+        self._space = ""  # before the first opening
+        self._arguments: list[str] = []  # of the last call
         self.calls = 0  # begun so far
+        self.cut = False  # the answer has ended within a call's arguments
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         self._held += text
@@ -69,13 +72,17 @@ class CallSplitter:
         return "".join(shown), joined_calls(deltas)
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """No more comes. An answer that a limit has cut keeps what there is of it: of a call its arguments so far, as
-        text what did not become one."""
+        """No more comes. An answer that a limit or a stop string has cut keeps what there is of it: of a call its
+        arguments so far, as text what did not become one. A call that lacks no more than its closing is whole."""
         held, self._held = self._held, ""
         if self._state is _State.ARGUMENTS:
+            arguments = "".join(self._arguments)
+            if _is_json(arguments):
+                return "", []
+            self.cut = not _is_json(arguments + held)
             return "", [CallDelta(self.calls - 1, held)] if held else []
         if self._state is _State.HEAD:
-            held = OPENING + held
+            held = self._space + OPENING + held
         return ("" if self.calls else held), []
 
     def _step(self, shown: list[str], deltas: list[CallDelta]) -> bool:
@@ -98,6 +105,7 @@ class CallSplitter:
                 at = held.find(OPENING)
                 if at >= 0:
                     shown.append(held[:at].rstrip())
+                    self._space = held[len(shown[-1]) : at]
                     self._held, self._state = held[at + len(OPENING) :], _State.HEAD
                     return True
                 # White space before a call is no text, so it waits for what follows it.
@@ -111,6 +119,7 @@ class CallSplitter:
                     return False
                 deltas.append(CallDelta(self.calls, "", json.loads(head[1]), f"call_{uuid.uuid4().hex[:24]}"))
                 self.calls += 1
+                self._arguments.clear()
                 self._held, self._state = held[head.end() :], _State.ARGUMENTS
                 return True
             case _State.ARGUMENTS:
@@ -118,6 +127,7 @@ class CallSplitter:
                 end = at if at >= 0 else len(held) - overlap(held, CLOSING)
                 if end:
                     deltas.append(CallDelta(self.calls - 1, held[:end]))
+                    self._arguments.append(held[:end])
                 self._held = held[end:] if at < 0 else held[at + len(CLOSING) :]
                 if at >= 0:
                     self._state = _State.AFTER
@@ -128,6 +138,14 @@ class CallSplitter:
                     return False
                 self._held, self._state = held[at + len(OPENING) :], _State.HEAD
                 return True
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def written_call(name: str, arguments: Mapping[str, object]) -> str:

@@ -25,17 +25,16 @@ _INTRODUCTION = (
 def spelled_out(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[Message]:
     """The same conversation, with roles and texts alone."""
     plain: list[Message] = []
-    results_follow = False
+    before = ""
     for message in messages:
-        if message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if results_follow:  # one message for all results: many templates want user and assistant in turn
-                plain[-1] = Message(role="user", content=f"{plain[-1]['content']}\n{result}")
-            else:
-                plain.append(Message(role="user", content=result))
+        is_result = message["role"] == "tool"
+        content = f"<tool_response>\n{message['content']}\n</tool_response>" if is_result else _with_calls(message)
+        if before == "tool" and message["role"] in ("tool", "user"):
+            # One message for all of them: many templates want user and assistant in turn.
+            plain[-1] = Message(role="user", content=f"{plain[-1]['content']}\n{content}")
         else:
-            plain.append(Message(role=message["role"], content=_with_calls(message)))
-        results_follow = message["role"] == "tool"
+            plain.append(Message(role="user" if is_result else message["role"], content=content))
+        before = message["role"]
     if not tools:
         return plain
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

@@ -87,6 +87,34 @@ def test_text_that_looks_like_a_call_is_text_where_no_tool_may_be_called(server:
         assert server.engine.requests[-1].guidance is None
 
 
+@pytest.mark.parametrize("text", ["a <END", "a \nEND", "a END", "<tool_callEND", "x <tool_call>\n{END", "END"])
+def test_tools_do_not_change_what_stands_before_a_stop_string(server: Server, text: str) -> None:
+    server.say(text)
+    plain = server.chat(stop="END").json()["choices"]
+    assert plain[0]["message"]["content"] == text.removesuffix("END")
+    assert server.chat(stop="END", tools=TOOLS).json()["choices"] == plain
+    streamed = events(server.chat(stop="END", tools=TOOLS, stream=True))
+    deltas = [e["choices"][0]["delta"] for e in streamed if e != "[DONE]"]
+    assert "".join(delta.get("content", "") for delta in deltas) == text.removesuffix("END")
+
+
+@pytest.mark.parametrize(
+    ("stop", "arguments", "reason"),
+    [
+        ("Par", '{"city": "', "stop"),
+        ("is", '{"city": "Par', "stop"),
+        ("\n</tool_call>", '{"city": "Paris"}', "tool_calls"),
+        ("</tool_call>", '{"city": "Paris"}', "tool_calls"),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_is_none_to_make(server: Server, stop: str, arguments: str, reason: str) -> None:
+    """It is shown as far as it came. One that lacks no more than its closing is whole."""
+    server.say(PARIS)
+    begun = server.chat(tools=TOOLS, stop=stop).json()["choices"][0]
+    (call,) = begun["message"]["tool_calls"]
+    assert (call["function"]["arguments"], begun["finish_reason"]) == (arguments, reason)
+
+
 @pytest.mark.parametrize(
     ("fields", "trigger"),
     [

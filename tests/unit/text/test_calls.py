@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.text.calls import CLOSING, OPENING, CallDelta, Calls, CallSplitter, joined_calls, written_call
+from serve_app.text.calls import OPENING, CallDelta, Calls, CallSplitter, joined_calls, written_call
 
 NOW = written_call("now", {})
 PARIS = written_call("weather", {"city": "Paris", "days": [1, 2]})
@@ -46,10 +46,12 @@ def test_text_and_calls_are_told_apart(text: str, shown: str, calls: list[tuple[
     [
         ("Well <tool_", "Well <tool_", []),
         (OPENING, OPENING, []),
+        (f"Well \n{OPENING}\n", f"Well \n{OPENING}\n", []),
         ('<tool_call>\n{"name": "no', '<tool_call>\n{"name": "no', []),
         ('<tool_call>\n{"name": "now", "arguments": ', "", [("now", "")]),
         ('<tool_call>\n{"name": "now", "arguments": {"a": 1}', "", [("now", '{"a": 1}')]),
-        (NOW[:-3], "", [("now", "{}" + CLOSING[:-3])]),
+        ('<tool_call>\n{"name": "now", "arguments": {"a": {"b": 1}', "", [("now", '{"a": {"b": 1}')]),
+        ('<tool_call>\n{"name": "now", "arguments": {"a": {"b": 1}}', "", [("now", '{"a": {"b": 1}}')]),
         (f"{NOW}\n<tool_c", "", [("now", "{}")]),
     ],
 )
@@ -57,7 +59,17 @@ def test_an_answer_that_a_limit_cuts_keeps_what_there_is(cut: str, shown: str, c
     assert split(cut) == split(*cut) == (shown, calls)
 
 
-names = st.from_regex(r"[a-zA-Z0-9_.-]{1,8}", fullmatch=True)
+@given(st.dictionaries(st.text(max_size=3), st.recursive(st.none(), lambda v: st.dictionaries(st.text(max_size=2), v))))
+def test_wherever_a_call_is_cut_it_is_whole_if_its_arguments_are(arguments: dict[str, object]) -> None:
+    text = written_call("now", arguments)
+    wanted = json.dumps(arguments, ensure_ascii=False)
+    begin = text.index('"arguments": ') + len('"arguments": ')
+    for end in range(begin, len(text) + 1):
+        splitter = CallSplitter()
+        told = [splitter.push(text[:end]), splitter.finish()]
+        (call,) = joined_calls([delta for _, deltas in told for delta in deltas])
+        assert call.arguments == text[begin : min(end, begin + len(wanted))]
+        assert splitter.cut == (call.arguments != wanted)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,18 @@ def test_calls_are_text_and_results_are_messages_of_the_user() -> None:
         ("assistant", both),
         ("user", "<tool_response>\n21 C\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"),
         ("assistant", f"I look again.\n{written_call('now', {})}"),
-        ("user", "<tool_response>\nlater\n</tool_response>"),
-        ("user", "And?"),
+        ("user", "<tool_response>\nlater\n</tool_response>\nAnd?"),
     ]
+
+
+@pytest.mark.parametrize("results", [1, 2])
+@pytest.mark.parametrize("after", [called("Noon."), Message(role="user", content="And?")])
+def test_user_and_assistant_take_turns(results: int, after: Message) -> None:
+    """As templates like Gemma's demand it. What tools gave and what the user says then are of one side."""
+    plain = spelled_out([ASKED, called(now={}), *[result("noon")] * results, after], ())
+    assert [message["role"] for message in plain] == ["user", "assistant", "user", "assistant"][: len(plain)]
+    assert plain[2]["content"].count("noon") == results
+    assert plain[-1]["content"].endswith(after["content"])
 
 
 def test_a_conversation_without_tools_is_as_it_was() -> None:
