@@ -289,9 +289,10 @@ class OwnerLoop:
             reason = EndReason.STOP
         elif event.finish_reason in _LENGTH:
             reason = EndReason.LENGTH
-        gone = event.error_code == ErrorCode.FATAL
+        gone, bad_grammar = event.error_code == ErrorCode.FATAL, event.error_code == ErrorCode.GUIDANCE
         cached = min(usage.cached_tokens, choice.begun.prompt_tokens)  # of a resumed turn, part of the answer may be
-        self._end(choice, reason, usage.generated_tokens, event.message, cached, resumable=gone)
+        generated = usage.generated_tokens
+        self._end(choice, reason, generated, event.message, cached, resumable=gone, bad_grammar=bad_grammar)
         if choice.stays:
             assert conversation is not None
             self.sessions.ended(conversation)
@@ -305,10 +306,11 @@ class OwnerLoop:
         cached: int = 0,
         *,
         resumable: bool = False,
+        bad_grammar: bool = False,
     ) -> None:
         """The last delta of a choice, and of its turn if no other choice runs."""
         prompt = choice.begun.prompt_tokens
-        ended = TurnEnded(reason, prompt, cached, generated, message, choice.index, resumable)
+        ended = TurnEnded(reason, prompt, cached, generated, message, choice.index, resumable, bad_grammar)
         self._send(choice.turn, ended)
         self._drop(choice)
         if not choice.turn.choices:

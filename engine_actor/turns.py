@@ -142,7 +142,8 @@ class EndReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
     """The last message of a choice; an accepted turn ends with that of its last choice. `resumable`, with FAILED: the
-    engine is gone, the turn is not to blame, and another engine can go on with it."""
+    engine is gone, the turn is not to blame, and another engine can go on with it. `bad_grammar`, with FAILED: its
+    grammar gave up, and would do so again."""
 
     reason: EndReason
     prompt_tokens: int
@@ -151,6 +152,7 @@ class TurnEnded:
     message: str = ""
     choice: int = 0
     resumable: bool = False
+    bad_grammar: bool = False
 
 
 TurnDelta = TurnAccepted | TurnTokens | TurnEnded | TurnRefused

@@ -234,7 +234,9 @@ class _Answer:
             events: list[AnswerEvent] = [piece] if (piece := text.push(delta)) else []
             return [*events, self._end(delta.choice, "stop", text.generated)] if text.stopped else events
         if delta.reason is EndReason.FAILED:
-            raise _failed(delta.message)
+            # A 500 would be tried again, by clients and batch jobs, to fail again.
+            message = f"The answer could not be completed: {delta.message}"
+            raise ApiError(400, message, code="invalid_grammar") if delta.bad_grammar else _failed(delta.message)
         events = [piece] if (piece := text.finish()) else []
         return [*events, self._end(delta.choice, str(delta.reason), delta.generated_tokens)]
 

@@ -279,7 +279,7 @@ async def test_a_grammar_that_costs_too_much_ends_its_answer_alone(
     )
     assert_fits(good, BOUNDED["nested"])
     assert plain.json()["usage"]["completion_tokens"] > 0
-    assert (bad.status_code, error_of(bad)["code"]) == (500, "engine_failed")
+    assert (bad.status_code, error_of(bad)["code"]) == (400, "invalid_grammar")
     assert "the answer's grammar failed: it took" in error_of(bad)["message"]
 
 
