@@ -91,6 +91,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
             _catch_signals()  # Ray has put handlers of its own in the place of ours
         with step(f"Serve on {options.host}:{options.port}"):
             session = start_serve(session, options.host, options.port, tls, args.log_format)
+        check_gpus(args, _gpus_of_ray(), grows=options.address is not None)
         with step(f"{args.model_name()} on {_number_of_replicas(args)}") as progress:
             _deploy(args, progress)
             _wait_until_ready(options, progress)
@@ -119,6 +120,25 @@ def _catch_signals() -> None:
 def _number_of_replicas(args: AppArgs) -> str:
     least, most = args.replica_bounds()
     return f"{least} to {most} replicas" if args.autoscales else f"{most} replica{'s' if most > 1 else ''}"
+
+
+def check_gpus(args: AppArgs, gpus: float, *, grows: bool) -> None:
+    """A replica for which there is no GPU would be waited for in vain. `grows`: others run this cluster, and may add
+    nodes to it. Raises StartFailed."""
+    least, _ = args.replica_bounds()
+    needed = least * args.resolved_gpus(gpus)
+    if needed <= gpus:
+        return
+    found = f"{needed:g} GPUs for {least} of {args.model_name()} are wanted, and Ray finds {gpus:g}"
+    if not grows:
+        raise StartFailed(f"device {args.device}: {found}; try --device cpu, or fewer replicas")
+    say(f"  {found}: the start waits until the cluster has more")
+
+
+def _gpus_of_ray() -> float:
+    import ray
+
+    return float(ray.cluster_resources().get("GPU", 0.0))
 
 
 def _deploy(args: AppArgs, progress: Step) -> None:

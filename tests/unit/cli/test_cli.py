@@ -20,7 +20,8 @@ from serve_app.commands import doctor, drain_node
 from serve_app.commands.chat import Chat
 from serve_app.commands.console import console
 from serve_app.commands.doctor import Finding, Mark, _port
-from serve_app.commands.serve import StartFailed, read_args
+from serve_app.commands.serve import StartFailed, check_gpus, read_args
+from serve_app.config import AppArgs
 from serve_app.local_ports import BindRefused, is_loopback, require_free_port, require_key_beyond_loopback
 
 runner = CliRunner()
@@ -300,3 +301,14 @@ def test_a_node_that_is_not_seen_is_not_said_to_be_drained(monkeypatch: pytest.M
 def test_a_node_that_cannot_be_drained_is_said_and_not_waited_for() -> None:
     with console.capture():
         assert drain_node.drain("no-such-node", "127.0.0.1:1", timeout=600) == 1
+
+
+def test_a_replica_without_a_gpu_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    cuda = AppArgs(model="smollm2", device="cuda", replicas=2)
+    check_gpus(cuda, 2, grows=False)
+    with pytest.raises(StartFailed, match="device cuda: 2 GPUs for 2 of smollm2 are wanted, and Ray finds 1"):
+        check_gpus(cuda, 1, grows=False)
+    check_gpus(cuda, 0, grows=True)
+    assert "waits until the cluster has more" in capsys.readouterr().out
+    for anywhere in (AppArgs(model="smollm2"), AppArgs(model="smollm2", device="cuda", min_replicas=0, max_replicas=2)):
+        check_gpus(anywhere, 0, grows=False)
