@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ from rich.status import Status
 
 from serve_app.model_store import resolve_model
 
-console = Console(highlight=False)
+# Into a pipe or a file a line goes whole: a path that was cut in two can neither be copied nor searched for.
+_WIDTH = None if sys.stdout.isatty() else 1000
+
+console = Console(highlight=False, width=_WIDTH)
 errors = Console(stderr=True, highlight=False)
 
 

@@ -157,7 +157,7 @@ def _memory() -> Iterator[Finding]:
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").free
         mark = Mark.GOOD if shared >= _SHM_NEEDED else Mark.NOTE
-        yield Finding(mark, "shared memory", f"{shared / 2**20:.0f} MiB in /dev/shm (Ray's object store)")
+        yield Finding(mark, "shared memory", f"{shared / 2**30:.1f} GiB in /dev/shm (Ray's object store)")
 
 
 def _storage() -> Iterator[Finding]:

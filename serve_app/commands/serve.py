@@ -218,7 +218,7 @@ def _print_facts(session: RaySession) -> None:
     for facts in replicas:
         short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
         say(
-            f"  {facts['replica']}: {facts['dtype']}; weights {facts['weight_bytes'] / 2**20:.0f} MiB; KV cache "
+            f"  {facts['replica']}: weights {facts['weight_bytes'] / 2**20:.0f} MiB; {facts['dtype']} KV cache "
             f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
             f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
         )
@@ -273,7 +273,7 @@ def _stop(session: RaySession) -> None:
     signal.signal(signal.SIGINT, again)
     signal.signal(signal.SIGTERM, again)
     say(f"stopping; running answers have {DRAIN_SECONDS:.0f} s (Ctrl-C again: stop now)")
-    draining = threading.Thread(target=_drain, args=(session,), name="drain", daemon=True)
+    draining = threading.Thread(target=_drain, args=(session, hurry), name="drain", daemon=True)
     draining.start()
     while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:
         draining.join(0.1)
@@ -281,8 +281,9 @@ def _stop(session: RaySession) -> None:
     say("stopped")
 
 
-def _drain(session: RaySession) -> None:
+def _drain(session: RaySession, hurry: threading.Event) -> None:
     try:
         remove_application(session)
     except Exception as error:  # Ray may be gone already; what is left is stopped in any case
-        fail(f"the application could not be removed in order: {error}")
+        if not hurry.is_set():
+            fail(f"the application could not be removed in order: {error}")

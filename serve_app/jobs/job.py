@@ -79,7 +79,10 @@ def run(options: BatchOptions, flags: Mapping[str, Any]) -> int:
             journal = Journal(output)
             journal.check_source(source)
             stack.enter_context(journal)
-        except (StartFailed, JournalError, OSError) as error:
+        except OSError as error:  # names the file
+            fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            return 2
+        except (StartFailed, JournalError) as error:
             fail(str(error))
             return 2
         except KeyboardInterrupt:
