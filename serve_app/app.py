@@ -60,6 +60,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
     cores = os.cpu_count() or 1
     gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
     resources = args.engine_resources(cores, gpus)
+    options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
     common: dict[str, Any] = {
         "max_ongoing_requests": UNLIMITED,
         "health_check_period_s": args.health_check_period_seconds,
@@ -78,11 +79,13 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
             ray_actor_options={**resources, "runtime_env": {"env_vars": ONE_EVENT_LOOP}},
             request_router_config=RequestRouterConfig(
                 request_router_class=ROUTER,
+                # A conversation waits behind a whole batch at its home before it leaves its cache for an idle replica.
+                request_router_kwargs={"spill_absolute": 2 * options.running_limit},
                 request_routing_stats_period_s=args.routing_stats_period_seconds,
                 request_routing_stats_timeout_s=5.0,
             ),
         )
-        .bind(args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0), args.model_name())
+        .bind(options, args.model_name())
     )
     responses = (
         serve.deployment(MemoryResponseStore)
