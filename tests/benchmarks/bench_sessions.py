@@ -193,17 +193,19 @@ class Application:
         raise SystemExit("the application did not become ready")
 
 
-def summary(name: str, sessions: list[Session], seconds: float, room: Room, since: int = 1) -> None:
+def summary(name: str, sessions: list[Session], seconds: float | None, room: Room, since: int = 1) -> None:
+    """`seconds`: that all turns took together; None where more than turns was going on."""
     later = [(s, i) for s in sessions for i in range(max(1, since), len(s.turns))]
     cached = sum(s.turns[i].cached for s, i in later)
     possible = sum(s.possible(i) for s, i in later) or 1
     first = sorted(s.turns[i].ttft for s, i in later) or [0.0]
     tokens = sum(turn.generated for s in sessions for turn in s.turns)
     spread = Counter(s.turns[-1].replica for s in sessions if s.turns)
+    speed = "" if seconds is None else f"{tokens / seconds:.0f} tokens/s; "
     print(
         f"{name}: cached {cached / possible:.1%} of the possible; TTFT from turn 2 mean "
         f"{statistics.fmean(first) * 1e3:.0f} ms, p99 {first[int(len(first) * 0.99)] * 1e3:.0f} ms; "
-        f"{tokens / seconds:.0f} tokens/s; {sum(s.moves(since) > 0 for s in sessions)} of {len(sessions)} moved; "
+        f"{speed}{sum(s.moves(since) > 0 for s in sessions)} of {len(sessions)} moved; "
         f"{len(room.failed)} failed, refused {dict(room.refused)}; on replicas {sorted(spread.values())}",
         flush=True,
     )
@@ -238,11 +240,11 @@ def scaled(args: argparse.Namespace, url: str) -> None:
             await asyncio.gather(change, talk)
 
         asyncio.run(while_changing(args.replicas + 1))
-        summary(f"scale {args.replicas} -> {args.replicas + 1}", sessions, 1.0, room, since=before)
+        summary(f"scale {args.replicas} -> {args.replicas + 1}", sessions, None, room, since=before)
         homes = Counter(s.turns[-1].replica for s in sessions)
         middle = min(len(s.turns) for s in sessions)
         asyncio.run(while_changing(args.replicas))
-        summary(f"scale {args.replicas + 1} -> {args.replicas}", sessions, 1.0, room, since=middle)
+        summary(f"scale {args.replicas + 1} -> {args.replicas}", sessions, None, room, since=middle)
         left = set(homes) - {s.turns[-1].replica for s in sessions}
         print(f"    sessions of replicas that are gone: {sum(homes[replica] for replica in left)}")
 
@@ -253,12 +255,12 @@ def rolled(args: argparse.Namespace, url: str) -> None:
     room, sessions = Room(url, 400, 24), new_sessions(24, "roll")
     with tqdm(total=24, desc="roll") as bar:
         asyncio.run(_roll(room, sessions, application, bar))
-    summary("roll, drain time longer than the answers", sessions, 1.0, room)
+    summary("roll, drain time longer than the answers", sessions, None, room)
     application.deploy(graceful_shutdown_timeout_seconds=1.0, max_queued_turns=512)
     room, sessions = Room(url, 400, 24), new_sessions(24, "cut")
     with tqdm(total=24, desc="cut") as bar:
         asyncio.run(_roll(room, sessions, application, bar))
-    summary("roll, drain time of 1 s", sessions, 1.0, room)
+    summary("roll, drain time of 1 s", sessions, None, room)
 
 
 async def _roll(room: Room, sessions: list[Session], application: Application, bar: tqdm[Any]) -> None:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from ray.serve import Application
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 
+from serve_app import app
+from serve_app.config import AppArgs
 from serve_app.routing.known_replicas import known_replicas
 from serve_app.routing.placement import by_rank
 from serve_app.routing.sticky_router import StickyRouter
@@ -172,3 +175,17 @@ async def test_a_turn_that_is_tried_again_is_counted_once(router: StickyRouter) 
 async def test_bad_settings_are_refused(router: StickyRouter, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         router.initialize_state(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("limits", "margin"), [({}, 64), ({"max_batch_size": 4}, 8), ({"max_running_sequences": 10}, 20)]
+)
+def test_a_conversation_leaves_its_cache_only_when_two_batches_stand_before_it(
+    limits: dict[str, int], margin: int
+) -> None:
+    front_door = app.build(AppArgs(model="smollm2", **limits))._bound_deployment
+    bound = [*front_door.init_args, *front_door.init_kwargs.values()]
+    deployments = [one._bound_deployment for one in bound if isinstance(one, Application)]
+    [engines] = [deployment for deployment in deployments if deployment.name == app.ENGINES]
+    router = engines._deployment_config.request_router_config
+    assert router.request_router_kwargs == {"spill_absolute": margin}
