@@ -1,4 +1,4 @@
-"""What an operator chooses: `AppArgs`, the one argument of `serve_app.app:build`.
+"""What an operator chooses: `AppArgs`, the one argument of `serve_app.cluster.app:build`.
 
 The same fields are the `args:` of a Serve config file, the keys of `moorage serve --config FILE` and, for the
 common ones, flags of `moorage serve`. A value that cannot be used is refused with the name of its field
@@ -25,7 +25,7 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.options import Numerics
 from serve_app.config_values import Memory, check_key, keys_of_file
 from serve_app.ingress.settings import IngressSettings, RequestLimits, SamplingDefaults
-from serve_app.responses.store import StoreLimits
+from serve_app.openai.responses.store import StoreLimits
 
 API_KEYS_VARIABLE = "MOORAGE_API_KEYS"
 

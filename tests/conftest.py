@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.local_ray import prepare_environment
+from serve_app.commands.local_ray import prepare_environment
 
 pytest_plugins = ["tests.support.parity", "tests.support.property_tests"]
 

@@ -10,7 +10,7 @@ import torch
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from engine_actor.free_memory import free_host_bytes
+from engine_actor.memory.free_memory import free_host_bytes
 from engine_actor.stopwatch import Stopwatch
 from kernels import native
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.options import UNBOUNDED
-from engine_actor.outcomes import Deferral, DeferralReason
-from engine_actor.request import RequestRecord
+from engine_actor.requests.outcomes import Deferral, DeferralReason
+from engine_actor.requests.request import RequestRecord
 
 
 @dataclass(slots=True)

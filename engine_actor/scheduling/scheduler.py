@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engine_actor.lifecycle import Lifecycle
+from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
-from engine_actor.outcomes import DeferralReason, StepOutcome
-from engine_actor.request import RequestRecord
+from engine_actor.requests.outcomes import DeferralReason, StepOutcome
+from engine_actor.requests.request import RequestRecord
 from engine_actor.scheduling.admission import Admission, Selection
 from engine_actor.scheduling.draft_budget import DraftWant, share_drafts
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan

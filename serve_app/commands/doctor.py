@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from rich.markup import escape
 from rich.table import Table
 
-from engine_actor.free_memory import free_host_bytes
+from engine_actor.memory.free_memory import free_host_bytes
 from serve_app.commands.console import console
 from serve_app.ingress.health import SERVER
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port

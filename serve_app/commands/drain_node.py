@@ -12,7 +12,7 @@ import sys
 import psutil
 
 from serve_app.commands.console import fail, say, step
-from serve_app.local_ray import prepare_environment
+from serve_app.commands.local_ray import prepare_environment
 
 _HEAD = "node:__internal_head__"  # a resource that only the head node has
 # To Ray the words say why nothing can refuse: the machine is going.

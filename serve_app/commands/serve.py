@@ -19,12 +19,12 @@ import yaml
 from pydantic import ValidationError
 
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
+from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
+from serve_app.commands.tls import tls_files
 from serve_app.config import AppArgs, describe_errors
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
-from serve_app.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel, resolve_model
 from serve_app.text.tokenizer import load_tokenizer
-from serve_app.tls import tls_files
 
 DEFAULT_MODEL = "smollm2"
 DRAIN_SECONDS = 30.0
@@ -146,7 +146,7 @@ def _deploy(args: AppArgs, progress: Step) -> None:
     replica."""
     from ray import serve
 
-    from serve_app.app import ENGINES, build
+    from serve_app.cluster.app import ENGINES, build
 
     if APPLICATION in serve.status().applications:
         raise StartFailed(f"this cluster already runs an application named {APPLICATION!r}; stop it first")
@@ -205,7 +205,7 @@ def _print_facts(session: RaySession) -> None:
     from ray import serve
     from ray.serve.exceptions import DeploymentUnavailableError
 
-    from serve_app.app import ENGINES
+    from serve_app.cluster.app import ENGINES
 
     handle = serve.get_deployment_handle(ENGINES, APPLICATION)
     try:

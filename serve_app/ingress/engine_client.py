@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.messages import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 
 
 class EngineClient(Protocol):

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from engine_actor.turns import RefusalCode, TurnRefused
+from engine_actor.messages import RefusalCode, TurnRefused
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

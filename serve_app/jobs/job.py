@@ -15,19 +15,19 @@ from typing import Any
 
 import httpx
 
+from serve_app.api import create_app
 from serve_app.commands.console import fail, fetch_with_bar, say, step
+from serve_app.commands.local_ray import disconnect, start_ray
 from serve_app.commands.serve import StartFailed, read_args
 from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
-from serve_app.ingress.app import create_app
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.jobs.journal import Journal, JournalError, finished_before
 from serve_app.jobs.lines import output_id, read_lines
 from serve_app.jobs.progress import BatchProgress
 from serve_app.jobs.runner import BatchStuck, run_batch
-from serve_app.local_ray import disconnect, start_ray
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel
-from serve_app.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import load_tokenizer
 
@@ -166,7 +166,7 @@ async def _engines(args: AppArgs, deployment: str | None) -> AsyncIterator[tuple
             pool = await start_pool(args, lambda started: progress.note(f"({started}/{args.replicas} ready)"))
         yield pool, args.replicas * (args.max_running_sequences or args.max_batch_size)
         return
-    from serve_app.handle_client import HandleEngineClient
+    from serve_app.cluster.client import HandleEngineClient
 
     with step(f"engines of {deployment}"):
         handle, at_once = await _running_engines(args, deployment)
@@ -183,7 +183,7 @@ async def _running_engines(args: AppArgs, deployment: str) -> tuple[Any, int]:
     Raises StartFailed if it is not there, or serves another model."""
     from ray import serve
 
-    from serve_app.app import ENGINES
+    from serve_app.cluster.app import ENGINES
 
     application = serve.status().applications.get(deployment)
     if application is None or ENGINES not in application.deployments:

@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     ForkOutcome,
     RefusalCode,
@@ -61,7 +61,7 @@ class BatchEngine:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> int:
-        from engine_actor.actor import EngineActor
+        from engine_actor.actor.actor import EngineActor
 
         path = await asyncio.to_thread(resolve_model, self._options.model)
         options = replace(self._options, model=str(path))

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from engine_actor.turns import TurnAccepted
+from engine_actor.messages import TurnAccepted
 from serve_app.ingress.disconnect import ClientGone, until_disconnect
 from serve_app.ingress.errors import CLIENT_GONE, ApiError, internal_error
 from serve_app.ingress.request_log import record_of

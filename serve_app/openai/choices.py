@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine_actor.messages import TurnTokens
 from engine_actor.sampling.logprobs import TokenLogprob
-from engine_actor.turns import TurnTokens
 from serve_app.text.calls import CallDelta, Calls, CallSplitter, joined_calls
 from serve_app.text.stream import AnswerText, TokenPlaces
 from serve_app.text.tokenizer import Tokenizer

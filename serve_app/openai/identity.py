@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
-from engine_actor.turns import session_key
+from engine_actor.messages import session_key
 from serve_app.ingress.errors import bad_value
 from serve_app.ingress.settings import IngressSettings
 

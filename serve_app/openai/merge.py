@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from engine_actor.turns import TurnAccepted
+from engine_actor.messages import TurnAccepted
 from serve_app.openai.choices import Piece
 from serve_app.openai.turns import AnswerEvent, ChoiceEnd, Finished, Usage
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.settings import IngressSettings
 from serve_app.ingress.turn_slots import TurnSlots
-from serve_app.responses.store import ResponseStore
+from serve_app.openai.responses.store import ResponseStore
 from serve_app.text.prompts import PromptBuilder
 
 

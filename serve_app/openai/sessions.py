@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from engine_actor.turns import ForkOutcome, SessionInfo
+from engine_actor.messages import ForkOutcome, SessionInfo
 from serve_app.ingress.body import read_json_object
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of

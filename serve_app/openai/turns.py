@@ -8,8 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-from engine_actor.options import SamplingParams
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     TurnAccepted,
     TurnDelta,
@@ -18,6 +17,7 @@ from engine_actor.turns import (
     TurnRequest,
     TurnTokens,
 )
+from engine_actor.options import SamplingParams
 from serve_app.ingress.errors import SERVER_ERROR, ApiError, bad_value, context_length_exceeded, refusal
 from serve_app.ingress.settings import IngressSettings
 from serve_app.interruption import Interrupted, Interruption

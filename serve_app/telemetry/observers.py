@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from engine_actor.outcomes import StepReport
-from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.requests.outcomes import StepReport
 from serve_app.telemetry import metrics as m
 
 _FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.FAILED: "error"}

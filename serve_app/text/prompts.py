@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from engine_actor.turns import HistorySpan
+from engine_actor.messages import HistorySpan
 from serve_app.text.chat_template import ChatTemplate, Message
 from serve_app.text.errors import ChatTemplateError
 from serve_app.text.stream import text_digest

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
+from serve_app.commands.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
 
 prepare_environment()
 
@@ -28,7 +28,7 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from serve_app.app import ENGINES, build  # noqa: E402
+from serve_app.cluster.app import ENGINES, build  # noqa: E402
 from serve_app.commands.console import console, say, step  # noqa: E402
 from serve_app.config import AppArgs  # noqa: E402
 from tests.support.fake_cluster import fake_cluster, free_ports  # noqa: E402

@@ -17,11 +17,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from engine_actor.engine import Engine
-from engine_actor.events import EventFlags
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from engine_actor.requests.events import EventFlags
 from serve_app.model_store import resolve_model
 
 MAX_EVENTS = 4096

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from engine_actor.core.engine import Engine
+from engine_actor.core.step import StepTransaction
 from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
-from engine_actor.engine import Engine
 from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
-from engine_actor.transaction import StepTransaction
 
 VOCAB = 64
 PHASES = ("plan", "reserve", "checkpoint", "pack", "sample", "prepare", "commit", "publish", "other")

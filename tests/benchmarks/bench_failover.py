@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
+from serve_app.commands.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
 
 prepare_environment()
 
@@ -36,9 +36,9 @@ from ray.serve.handle import DeploymentHandle  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TaskID  # noqa: E402
 
-from serve_app.app import ENGINES, assemble  # noqa: E402
+from serve_app.cluster.app import ENGINES, assemble  # noqa: E402
+from serve_app.cluster.deployments import EngineDeployment  # noqa: E402
 from serve_app.config import AppArgs  # noqa: E402
-from serve_app.deployments import EngineDeployment  # noqa: E402
 
 SUBJECTS = ("a cat", "the sea", "bread", "rain", "a train", "winter", "tea", "a tree", "salt", "a bridge")
 KINDS = ("a story", "a poem", "three facts", "a letter")

@@ -31,8 +31,8 @@ from pathlib import Path
 
 import httpx
 
+from engine_actor.messages import TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
-from engine_actor.turns import TurnRequest, TurnTokens
 from serve_app.model_store import resolve_model
 from tests.benchmarks.process_cpu import cpu_seconds
 
@@ -56,10 +56,10 @@ class Measured:
 def serve_bare(port: int, step: float) -> None:
     import uvicorn
 
+    from serve_app.api import create_app
     from serve_app.config import AppArgs
     from serve_app.generation_config import sampling_defaults
-    from serve_app.ingress.app import create_app
-    from serve_app.responses.memory_store import MemoryResponseStore
+    from serve_app.openai.responses.memory_store import MemoryResponseStore
     from serve_app.text.prompts import PromptBuilder
     from serve_app.text.tokenizer import load_tokenizer
     from tests.support import paced_engine
@@ -73,12 +73,12 @@ def serve_bare(port: int, step: float) -> None:
 
 
 def serve_moorage(port: int, step: float) -> None:
-    from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
+    from serve_app.commands.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
 
     prepare_environment()  # before ray is imported
     from ray import cloudpickle, serve
 
-    from serve_app.app import assemble
+    from serve_app.cluster.app import assemble
     from serve_app.config import AppArgs
     from tests.support import paced_engine
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
-from engine_actor.engine import Engine
 from engine_actor.options import EngineConfig, Guidance, GuidanceKind, TurnOptions
 from engine_actor.sampling.guidance_cursor import Cursor
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer

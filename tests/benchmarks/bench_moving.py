@@ -60,10 +60,10 @@ class Times:
 
 
 async def _measure(arguments: argparse.Namespace) -> None:
-    from engine_actor.actor import EngineActor
+    from engine_actor.actor.actor import EngineActor
     from engine_actor.actor_options import ActorOptions
+    from engine_actor.messages import TurnEnded, TurnRequest
     from engine_actor.options import SamplingParams
-    from engine_actor.turns import TurnEnded, TurnRequest
 
     options = ActorOptions(str(arguments.model), kv_memory=2.0**30, threads=arguments.threads)
     old, new = EngineActor(options, "old"), EngineActor(options, "new")

@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 import httpx
 from tqdm import tqdm
 
-from serve_app.local_ray import disconnect, prepare_environment, start_ray, start_serve
+from serve_app.commands.local_ray import disconnect, prepare_environment, start_ray, start_serve
 from tests.benchmarks.bench_sessions import MODEL, SIMULATED, WORDS, Application
 
-BUILDERS = {"simulated": SIMULATED, "smollm2": "serve_app.app:build"}
+BUILDERS = {"simulated": SIMULATED, "smollm2": "serve_app.cluster.app:build"}
 TRIES = 5
 PROMPTS = 24
 WARM_UP = 0.25  # of a run: until the queue is what it will be

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from serve_app.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
+from serve_app.commands.local_ray import APPLICATION, disconnect, prepare_environment, start_ray, start_serve
 
 MODEL = "smollm2"
 SIMULATED = "tests.support.simulated_engine:build"
@@ -168,7 +168,7 @@ class Application:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        from serve_app.app import ENGINES
+        from serve_app.cluster.app import ENGINES
 
         self._fields |= changed
         config = {

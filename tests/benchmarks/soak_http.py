@@ -33,8 +33,8 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
+from serve_app.commands.local_ray import APPLICATION, disconnect, start_ray, start_serve
 from serve_app.config import AppArgs
-from serve_app.local_ray import APPLICATION, disconnect, start_ray, start_serve
 
 if TYPE_CHECKING:
     # Ray is imported when its environment is prepared.
@@ -219,8 +219,8 @@ async def own_server(model: str) -> AsyncIterator[Soak]:
     session = start_ray(None)
     from ray import serve
 
-    from serve_app.app import ENGINES, assemble
-    from serve_app.deployments import EngineDeployment
+    from serve_app.cluster.app import ENGINES, assemble
+    from serve_app.cluster.deployments import EngineDeployment
 
     class ProbedEngine(EngineDeployment):
         """The real one, with its own check within reach."""

@@ -13,10 +13,10 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy
 
-from serve_app.app import ENGINES, assemble
+from serve_app.cluster.app import ENGINES, assemble
+from serve_app.cluster.deployments import EngineDeployment
+from serve_app.commands.local_ray import APPLICATION, disconnect, start_ray, start_serve
 from serve_app.config import AppArgs
-from serve_app.deployments import EngineDeployment
-from serve_app.local_ray import APPLICATION, disconnect, start_ray, start_serve
 
 # Replicas import what is installed; the doubles travel with their class.
 cloudpickle.register_pickle_by_value(scripted)

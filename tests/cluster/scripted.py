@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     RefusalCode,
     SessionInfo,
@@ -32,8 +32,8 @@ from engine_actor.turns import (
     TurnTokens,
     session_key,
 )
-from serve_app.channel.outbox import Outboxes
-from serve_app.deployments import EngineDeployment
+from serve_app.cluster.channel.outbox import Outboxes
+from serve_app.cluster.deployments import EngineDeployment
 from serve_app.jobs.pool import BatchEngine
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 

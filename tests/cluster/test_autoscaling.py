@@ -13,8 +13,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy, MeasuredEngine
 
-from serve_app.app import ENGINES
-from serve_app.local_ray import APPLICATION
+from serve_app.cluster.app import ENGINES
+from serve_app.commands.local_ray import APPLICATION
 
 DEADLINE_SECONDS = 150
 QUESTIONS = ("Name a colour.", "Why that one?", "Name another one.")

@@ -21,12 +21,12 @@ import ray
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy, MortalBatchEngine
 
+from engine_actor.messages import EndReason, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
-from engine_actor.turns import EndReason, TurnEnded, TurnRequest, TurnTokens
+from serve_app.commands.local_ray import APPLICATION
 from serve_app.config import AppArgs
 from serve_app.jobs import pool as pool_module
 from serve_app.jobs.pool import PoolClient
-from serve_app.local_ray import APPLICATION
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -16,8 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from scripted import LETTERS, Deploy, ScriptedEngine
 
-from engine_actor.options import SamplingParams
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     RefusalCode,
     TurnAccepted,
@@ -28,10 +27,11 @@ from engine_actor.turns import (
     TurnTokens,
     session_key,
 )
-from serve_app.app import ENGINES
-from serve_app.handle_client import HandleEngineClient
-from serve_app.local_ray import APPLICATION
-from serve_app.routing.known_replicas import known_replicas
+from engine_actor.options import SamplingParams
+from serve_app.cluster.app import ENGINES
+from serve_app.cluster.client import HandleEngineClient
+from serve_app.cluster.routing.known_replicas import known_replicas
+from serve_app.commands.local_ray import APPLICATION
 
 KEY, OTHER_KEY = "key-of-team-a", "key-of-team-b"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -10,10 +10,10 @@ import pytest
 from http_harness import MODEL, Server, StartServer, serving, wait_until
 from scripted_engine import ScriptedEngine
 
-from serve_app.ingress.app import create_app
+from serve_app.api import create_app
 from serve_app.ingress.settings import IngressSettings
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import load_tokenizer
 

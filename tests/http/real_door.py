@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 from http_harness import MODEL
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
-from serve_app.ingress.app import create_app
+from serve_app.api import create_app
 from serve_app.ingress.settings import IngressSettings
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer

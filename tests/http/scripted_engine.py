@@ -7,8 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from itertools import zip_longest
 
-from engine_actor.sampling.logprobs import TokenLogprob
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     ForkOutcome,
     SessionInfo,
@@ -19,6 +18,7 @@ from engine_actor.turns import (
     TurnRequest,
     TurnTokens,
 )
+from engine_actor.sampling.logprobs import TokenLogprob
 
 REPLICA = "replica-1"
 CACHED = 3

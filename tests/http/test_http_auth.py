@@ -4,7 +4,7 @@ import pytest
 from http_harness import CHAT, MODEL, Server, StartServer, error_of
 from pydantic import ValidationError
 
-from engine_actor.turns import SessionInfo
+from engine_actor.messages import SessionInfo
 from serve_app.ingress.auth import ApiKeys
 from serve_app.ingress.settings import IngressSettings
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve_app.openai.protocol import ChatRequest, CompletionRequest
-from serve_app.openai.responses_protocol import ResponsesRequest
+from serve_app.openai.responses.protocol import ResponsesRequest
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from http_harness import CHAT, Server
 
-from engine_actor.turns import TurnRequest
+from engine_actor.messages import TurnRequest
 
 TURNS = [(f"Question {turn}: why? 😀", f"Answer {turn}.\n Because é!") for turn in range(6)]
 SYSTEM = "You are brief."

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from http_harness import CHAT, Server, error_of, events, streamed_text, wait_until
 
-from engine_actor.turns import RefusalCode, TurnRefused
+from engine_actor.messages import RefusalCode, TurnRefused
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import socket
 import pytest
 from http_harness import CHAT, RESPONSES, Server, StartServer, error_of, open_request, wait_until
 
-from engine_actor.turns import RefusalCode, SessionInfo, TurnRefused
+from engine_actor.messages import RefusalCode, SessionInfo, TurnRefused
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.settings import IngressSettings
 from serve_app.ingress.turn_slots import TurnSlots

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from http_harness import MODEL, Server, StartServer
 
-from engine_actor.turns import RefusalCode, TurnRefused
+from engine_actor.messages import RefusalCode, TurnRefused
 
 MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -10,7 +10,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from serve_app.openai.protocol import ChatRequest
-from serve_app.openai.responses_protocol import ResponsesRequest
+from serve_app.openai.responses.protocol import ResponsesRequest
 
 
 def test_every_path_and_every_body_is_described(server: Server) -> None:

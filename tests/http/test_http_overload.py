@@ -10,10 +10,10 @@ import httpx
 import pytest
 from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of
 
-from serve_app.ingress.app import create_app
+from serve_app.api import create_app
 from serve_app.ingress.settings import IngressSettings
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from tests.support.local_engine import LocalEngine
 from tests.unit.actor.stepped import Stage, staged

@@ -9,7 +9,7 @@ import openai
 import pytest
 from http_harness import COMPLETIONS, MODEL, Server, StartServer, error_of, events, open_request, wait_until
 
-from engine_actor.turns import RefusalCode, TurnRefused
+from engine_actor.messages import RefusalCode, TurnRefused
 
 PROMPTS = ["One", [16175, 2114], "Three 中"]
 

@@ -16,14 +16,14 @@ import httpx
 import pytest
 from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from serve_app.ingress.app import create_app
+from serve_app.api import create_app
 from serve_app.ingress.settings import IngressSettings
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer

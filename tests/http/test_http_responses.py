@@ -12,10 +12,10 @@ import httpx
 import pytest
 from http_harness import RESPONSES, Server, StartServer, error_of, named_events, wait_until
 
-from engine_actor.turns import session_key
+from engine_actor.messages import session_key
 from serve_app.ingress.errors import retry_later
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoredResponse, StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoredResponse, StoreLimits
 
 ORDER = [
     "response.created",

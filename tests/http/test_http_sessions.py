@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from http_harness import Server, StartServer, error_of
 
-from engine_actor.turns import ForkOutcome, SessionInfo
+from engine_actor.messages import ForkOutcome, SessionInfo
 
 
 def session(server: Server, headers: dict[str, str] | None = None, **fields: Any) -> str | None:

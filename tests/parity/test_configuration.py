@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import DecoderManifest, PagedState, PoolGeometry
-from engine_actor.engine import Engine
 from engine_actor.errors import InvalidOption
 from engine_actor.memory.sizing import blocks_in_share, size_pool
 from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds, Numerics, TurnOptions

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
 from engine_actor.errors import InvalidCall, InvalidOption
-from engine_actor.events import ErrorCode, EventFlags
 from engine_actor.options import TurnOptions
-from engine_actor.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.events import ErrorCode, EventFlags
+from engine_actor.requests.request import FinishReason, Request, RequestStatus
 from tests.support.doubles import P10, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 from tests.support.requests import free_blocks, visible
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_actor.engine import Engine, is_memory_exhaustion
+from engine_actor.core.engine import Engine, is_memory_exhaustion
+from engine_actor.core.lifecycle import Lifecycle
+from engine_actor.core.step import StepTransaction
 from engine_actor.errors import (
     ContractViolation,
     EngineUnhealthy,
@@ -17,16 +19,14 @@ from engine_actor.errors import (
     OutOfBlocks,
     RetryableStepError,
 )
-from engine_actor.events import ErrorCode, EventFlags
-from engine_actor.lifecycle import Lifecycle
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation
 from engine_actor.options import TurnOptions
-from engine_actor.outcomes import StepOutcome
-from engine_actor.request import FinishReason, Request, RequestStatus, TokenHistory
+from engine_actor.requests.events import ErrorCode, EventFlags
+from engine_actor.requests.outcomes import StepOutcome
+from engine_actor.requests.request import FinishReason, Request, RequestStatus, TokenHistory
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
-from engine_actor.transaction import StepTransaction
 from tests.support.doubles import P10, P20, P30, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 
 FAILED = EventFlags.TURN_FINISHED | EventFlags.FAILED

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import PoolGeometry
-from engine_actor.engine import Engine
 from engine_actor.errors import ContractViolation, InvalidOption, OutOfBlocks, RetryableStepError
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.cache_manager import CacheManager
@@ -19,8 +19,8 @@ from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.sizing import blocks_in_bytes, size_pool, state_slots_for
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.options import UNBOUNDED, EngineConfig, RequestOptions
-from engine_actor.outcomes import DeferralReason
-from engine_actor.request import Request, RequestRecord
+from engine_actor.requests.outcomes import DeferralReason
+from engine_actor.requests.request import Request, RequestRecord
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, Room

@@ -12,8 +12,8 @@ from engine_actor.errors import InvalidCall, RetryableStepError
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation
-from engine_actor.outcomes import DeferralReason
-from engine_actor.request import Request, RequestStatus
+from engine_actor.requests.outcomes import DeferralReason
+from engine_actor.requests.request import Request, RequestStatus
 from tests.support.doubles import next_token, solo
 from tests.support.engine_room import FIFO, Room, advance, demand
 

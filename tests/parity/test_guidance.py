@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
 from engine_actor.errors import GuidanceFailed, InvalidCall, InvalidOption, RetryableStepError, UnusableGrammar
-from engine_actor.events import ErrorCode
 from engine_actor.options import EngineConfig, Guidance, GuidanceKind, SamplingParams, TurnOptions
-from engine_actor.outcomes import StepOutcome
-from engine_actor.request import FinishReason, Request
+from engine_actor.requests.events import ErrorCode
+from engine_actor.requests.outcomes import StepOutcome
+from engine_actor.requests.request import FinishReason, Request
 from engine_actor.sampling.guidance import Grammars
 from engine_actor.sampling.guidance_cursor import Cursor
 from tests.support.doubles import SyntheticDecoder

@@ -12,7 +12,7 @@ from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.paged_cache import PagedCache
-from engine_actor.request import RequestStatus
+from engine_actor.requests.request import RequestStatus
 from tests.support.engine_room import LOWEST, Room, advance, demand
 
 X, Y = 1, 2

@@ -10,10 +10,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
 from engine_actor.errors import InvalidCall, InvalidOption, WrongThread
 from engine_actor.options import RequestOptions, SamplingParams, TurnOptions
-from engine_actor.request import Request, RequestStatus
+from engine_actor.requests.request import Request, RequestStatus
 from tests.support.doubles import P10, P20, ForcedDecoder, build_engine, run_out, tokens_of
 from tests.support.requests import STATES, free_blocks, request_in, visible
 

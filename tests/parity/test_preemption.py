@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_actor.events import ErrorCode, EventFlags
 from engine_actor.options import FairnessBounds, RequestOptions
-from engine_actor.outcomes import DeferralReason, StepOutcome
-from engine_actor.request import FinishReason, RequestRecord, RequestStatus
+from engine_actor.requests.events import ErrorCode, EventFlags
+from engine_actor.requests.outcomes import DeferralReason, StepOutcome
+from engine_actor.requests.request import FinishReason, RequestRecord, RequestStatus
 from engine_actor.scheduling.preemption import choose_victim
 from tests.support.doubles import solo
 from tests.support.engine_room import FIFO, Room

@@ -9,12 +9,12 @@ import pytest
 
 from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import ContractViolation, EngineUnhealthy, OutOfBlocks, RetryableStepError
-from engine_actor.events import EventFlags
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation, RowDemand
-from engine_actor.outcomes import StepOutcome
+from engine_actor.requests.events import EventFlags
+from engine_actor.requests.outcomes import StepOutcome
 from tests.support.doubles import POISON, solo
 from tests.support.engine_room import LOWEST, Room, advance, demand
 

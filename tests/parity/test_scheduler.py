@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine_actor.errors import ContractViolation, EngineUnhealthy, InvalidOption
 from engine_actor.options import EngineConfig, FairnessBounds
-from engine_actor.outcomes import DeferralReason, StepOutcome
-from engine_actor.request import RequestStatus
+from engine_actor.requests.outcomes import DeferralReason, StepOutcome
+from engine_actor.requests.request import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, row_limit, share_budget
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, LOWEST, Room

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
 from engine_actor.options import FairnessBounds, TurnOptions
-from engine_actor.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.request import FinishReason, Request, RequestStatus
 from tests.support.doubles import (
     RecurrentDecoder,
     SyntheticDecoder,

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_actor.core.engine import Engine
+from engine_actor.core.step import StepTransaction
 from engine_actor.decoding.packing import StepPacker
-from engine_actor.engine import Engine
 from engine_actor.errors import ContractViolation, RetryableStepError
-from engine_actor.events import EventQueue
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation
 from engine_actor.options import SamplingParams, TurnOptions
-from engine_actor.outcomes import StepOutcome
-from engine_actor.request import RequestStatus, TokenHistory
+from engine_actor.requests.events import EventQueue
+from engine_actor.requests.outcomes import StepOutcome
+from engine_actor.requests.request import RequestStatus, TokenHistory
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.scheduling.scheduler import Scheduler
-from engine_actor.transaction import StepTransaction
 from tests.support.doubles import (
     P10,
     P20,

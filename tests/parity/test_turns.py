@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine_actor.core.lifecycle import LAST_TURN_ID
 from engine_actor.errors import ContextLengthExceeded, EngineUnhealthy, InvalidCall, InvalidOption
-from engine_actor.lifecycle import LAST_TURN_ID
 from engine_actor.options import RequestOptions, TurnOptions
-from engine_actor.request import FinishReason, RequestStatus
+from engine_actor.requests.request import FinishReason, RequestStatus
 from tests.support.doubles import P10, P20, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 from tests.support.requests import free_blocks, request_in, visible
 

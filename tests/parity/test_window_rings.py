@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import DecoderManifest, PagedState, PoolGeometry, WindowedState
-from engine_actor.engine import Engine
 from engine_actor.errors import ContractViolation, InvalidOption, OutOfBlocks, RetryableStepError
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.cache_manager import CacheManager
@@ -16,8 +16,8 @@ from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.sizing import blocks_in_share
 from engine_actor.memory.window_ring import WindowRings, ring_blocks
 from engine_actor.options import EngineConfig
-from engine_actor.outcomes import DeferralReason
-from engine_actor.request import RequestStatus
+from engine_actor.requests.outcomes import DeferralReason
+from engine_actor.requests.request import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, solo
 from tests.support.engine_room import LOWEST, Room

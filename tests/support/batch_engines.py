@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from engine_actor.options import SamplingParams
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     RefusalCode,
     TurnAccepted,
@@ -17,6 +16,7 @@ from engine_actor.turns import (
     TurnRequest,
     TurnTokens,
 )
+from engine_actor.options import SamplingParams
 
 REQUEST = TurnRequest("r", "public", None, (1, 2), SamplingParams())
 GOOD: list[TurnDelta] = [TurnAccepted("e", 2, 0), TurnTokens((7,)), TurnEnded(EndReason.STOP, 2, 0, 1)]

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry, WindowedState
-from engine_actor.engine import Engine
-from engine_actor.events import EngineEvent
 from engine_actor.options import EngineConfig, FairnessBounds
-from engine_actor.request import Request
+from engine_actor.requests.events import EngineEvent
+from engine_actor.requests.request import Request
 
 POISON = -(10**9)
 

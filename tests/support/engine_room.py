@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine_actor.engine import Engine
-from engine_actor.events import EngineEvent
+from engine_actor.core.engine import Engine
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation, RowDemand
 from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, TurnOptions
-from engine_actor.request import Request, RequestRecord
+from engine_actor.requests.events import EngineEvent
+from engine_actor.requests.request import Request, RequestRecord
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import SyntheticDecoder
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
-from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
-from serve_app.channel.call import TurnPlaced
-from serve_app.handle_client import HandleEngineClient
-from serve_app.routing.known_replicas import KnownReplicas, known_replicas
-from serve_app.routing.sticky_router import AVOID, ONLY
+from serve_app.cluster.channel.call import TurnPlaced
+from serve_app.cluster.client import HandleEngineClient
+from serve_app.cluster.routing.known_replicas import KnownReplicas, known_replicas
+from serve_app.cluster.routing.sticky_router import AVOID, ONLY
 
 ANSWER = (31, 32, 33, 34, 35)
 PROMPT = (1, 2, 3)

@@ -48,8 +48,8 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def fake_cluster(*, head_cpus: int, node_cpus: int, most_nodes: int, idle_seconds: float) -> Iterator[str]:
-    """The address of a cluster whose head has no GPU. `serve_app.local_ray.prepare_environment` must have been called:
-    the cluster's processes are known by the token in their environment, and none is left at the end."""
+    """The address of a cluster whose head has no GPU. `serve_app.commands.local_ray.prepare_environment` must have been
+    called: the cluster's processes are known by the token in their environment, and none is left at the end."""
     folder = Path(tempfile.mkdtemp(prefix="moorage-"))
     gcs, client = free_ports(2)
     address = f"127.0.0.1:{gcs}"

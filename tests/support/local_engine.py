@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from engine_actor.actor import EngineActor
-from engine_actor.turns import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.actor.actor import EngineActor
+from engine_actor.messages import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 
 
 class LocalEngine:

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 
 from ray import serve
 
+from engine_actor.actor.mailbox import Mailbox
 from engine_actor.actor_options import ActorOptions
-from engine_actor.mailbox import Mailbox
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     ForkOutcome,
     SessionInfo,
@@ -20,8 +20,8 @@ from engine_actor.turns import (
     TurnRequest,
     TurnTokens,
 )
-from serve_app.channel.outbox import Outboxes
-from serve_app.deployments import EngineDeployment
+from serve_app.cluster.channel.outbox import Outboxes
+from serve_app.cluster.deployments import EngineDeployment
 
 STEP_SECONDS = 0.005
 TOKEN = 80  # the id of one character in any byte-level vocabulary

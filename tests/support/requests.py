@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
 from engine_actor.options import TurnOptions
-from engine_actor.request import Request, RequestStatus
+from engine_actor.requests.request import Request, RequestStatus
 from tests.support.doubles import P10
 
 STATES = list(RequestStatus)

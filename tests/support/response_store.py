@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
-from serve_app.responses.store import History, KeptCall, KeptMessage, ResponseStore, StoredResponse
+from serve_app.openai.responses.store import History, KeptCall, KeptMessage, ResponseStore, StoredResponse
 
 
 def stored(previous: StoredResponse | None = None, owner: str = "o", text: str = "hi", **fields: str) -> StoredResponse:

@@ -16,15 +16,15 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
-from serve_app import app as app_module
-from serve_app.app import assemble
+from serve_app.cluster import app as app_module
+from serve_app.cluster.app import assemble
+from serve_app.cluster.deployments import EngineDeployment
+from serve_app.cluster.routing.sticky_router import ONLY, StickyRouter
 from serve_app.config import AppArgs
-from serve_app.deployments import EngineDeployment
-from serve_app.routing.sticky_router import ONLY, StickyRouter
 from serve_app.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine_actor.actor import DecoderFactory, EngineActor
+    from engine_actor.actor.actor import DecoderFactory, EngineActor
 
 STEP_SECONDS = 0.008
 TOKEN_SECONDS = 0.001

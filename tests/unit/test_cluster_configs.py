@@ -17,11 +17,11 @@ from ray.serve._private import haproxy_metrics, replica
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
-from serve_app import app
+from serve_app.cluster import app
+from serve_app.cluster.routing import sticky_router
 from serve_app.commands.serve import read_args
 from serve_app.config import AppArgs
 from serve_app.jobs import batch
-from serve_app.routing import sticky_router
 from serve_app.telemetry.metrics import METRICS
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"

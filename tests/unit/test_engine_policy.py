@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve_app.autoscaling import PRESSURE, EnginePolicy, pressure, wanted_engines
+from serve_app.cluster.autoscaling import PRESSURE, EnginePolicy, pressure, wanted_engines
 from serve_app.config import AppArgs
 
 IDLE = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_actor.turns import ForkOutcome, SessionInfo
-from serve_app import handle_client
+from engine_actor.messages import ForkOutcome, SessionInfo
+from serve_app.cluster import client as handle_client
 from tests.support.failing_replicas import Replicas, client_of
 
 

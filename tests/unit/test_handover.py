@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from engine_actor.decoding.decoder import KvBlocks
-from engine_actor.turns import MovedSession, session_key
-from serve_app import handover as module
-from serve_app.handover import Handover
-from serve_app.routing.known_replicas import KnownReplicas
+from engine_actor.messages import MovedSession, session_key
+from serve_app.cluster import handover as module
+from serve_app.cluster.handover import Handover
+from serve_app.cluster.routing.known_replicas import KnownReplicas
 
 BYTES = 100  # of each session's cache
 

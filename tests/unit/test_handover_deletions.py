@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from engine_actor import deletions
-from engine_actor.actor import EngineActor
-from engine_actor.deletions import RecentDeletions
-from engine_actor.turns import EndReason, MovedSession, session_key
-from serve_app import handover as module
-from serve_app.handover import Handover
-from serve_app.routing.known_replicas import KnownReplicas
-from serve_app.routing.sticky_router import AVOID, ONLY
+from engine_actor.actor.actor import EngineActor
+from engine_actor.messages import EndReason, MovedSession, session_key
+from engine_actor.sessions import deletions
+from engine_actor.sessions.deletions import RecentDeletions
+from serve_app.cluster import handover as module
+from serve_app.cluster.handover import Handover
+from serve_app.cluster.routing.known_replicas import KnownReplicas
+from serve_app.cluster.routing.sticky_router import AVOID, ONLY
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 

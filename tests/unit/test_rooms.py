@@ -44,11 +44,11 @@ def test_nothing_in_the_engine_imports_ray() -> None:
         "engine_actor.scheduling.preemption",
         "engine_actor.memory.cache_manager",
         "engine_actor.memory.sizing",
-        "engine_actor.sessions",
-        "engine_actor.turn_queue",
-        "engine_actor.waiting_room",
-        "engine_actor.engine",
-        "engine_actor.turns",
+        "engine_actor.sessions.table",
+        "engine_actor.turns.queue",
+        "engine_actor.turns.waiting_room",
+        "engine_actor.core.engine",
+        "engine_actor.messages",
     ],
 )
 def test_scheduling_memory_and_sessions_load_without_torch_and_ray(module: str) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
+from engine_actor.messages import HistorySpan, TurnAccepted, TurnEnded, TurnRefused, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.vocabulary import Vocabulary
-from engine_actor.turns import HistorySpan, TurnAccepted, TurnEnded, TurnRefused, TurnRequest, TurnTokens
 from tests.support.doubles import SyntheticDecoder
 
 BLOCK_SIZE = 4

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
 from engine_actor.decoding.decoder import PackedStep
-from engine_actor.turns import TurnAccepted, TurnEnded, TurnRefused, TurnRequest, TurnTokens
+from engine_actor.messages import TurnAccepted, TurnEnded, TurnRefused, TurnRequest, TurnTokens
 from tests.support.doubles import SyntheticDecoder, next_token
 from tests.unit.actor.helpers import Answer, start_actor
 

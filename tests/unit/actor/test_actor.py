@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
 from engine_actor.errors import EngineUnhealthy, RetryableStepError
+from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnRefused, TurnTokens
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
-from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnRefused, TurnTokens
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
+from engine_actor.messages import EndReason, TurnAccepted, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.sampling.logprobs import TokenLogprob
-from engine_actor.turns import EndReason, TurnAccepted, TurnEnded, TurnRequest, TurnTokens
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 

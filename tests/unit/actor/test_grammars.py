@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
+from engine_actor.messages import EndReason, RefusalCode, TurnRequest
 from engine_actor.options import Guidance
 from engine_actor.sampling.guidance import Grammar, Grammars
-from engine_actor.turns import EndReason, RefusalCode, TurnRequest
 from tests.support.doubles import SyntheticDecoder
 from tests.support.grammars import encode, letters, regex, schema, spell
 from tests.unit.actor.helpers import Answer, ask, start_actor, turn

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_actor.turns import HistorySpan
+from engine_actor.messages import HistorySpan
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 from tests.unit.actor.stepped import staged

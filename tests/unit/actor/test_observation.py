@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
-from engine_actor.outcomes import StepOutcome, StepReport
-from engine_actor.turns import session_key
+from engine_actor.messages import session_key
+from engine_actor.requests.outcomes import StepOutcome, StepReport
 from tests.support.doubles import SyntheticDecoder
 from tests.unit.actor.helpers import BLOCK_SIZE, ask, start_actor, turn
 

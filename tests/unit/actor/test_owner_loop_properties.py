@@ -13,12 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_actor.engine import Engine
-from engine_actor.open_turns import Delivery, Turn
-from engine_actor.options import EngineConfig, SamplingParams
-from engine_actor.owner_loop import OwnerLoop
-from engine_actor.sessions import SessionTable
-from engine_actor.turns import (
+from engine_actor.actor.owner_loop import OwnerLoop
+from engine_actor.core.engine import Engine
+from engine_actor.messages import (
     EndReason,
     ForkOutcome,
     RefusalCode,
@@ -30,7 +27,10 @@ from engine_actor.turns import (
     TurnTokens,
     session_key,
 )
-from engine_actor.waiting_room import TurnLimits
+from engine_actor.options import EngineConfig, SamplingParams
+from engine_actor.sessions.table import SessionTable
+from engine_actor.turns.turn import Delivery, Turn
+from engine_actor.turns.waiting_room import TurnLimits
 from tests.support.doubles import SyntheticDecoder, solo
 
 VOCAB, EOS, CONTEXT = 60, 1, 40

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine_actor.actor import EngineActor
+from engine_actor.actor.actor import EngineActor
+from engine_actor.messages import EndReason, HistorySpan, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
-from engine_actor.turns import EndReason, HistorySpan, TurnEnded, TurnRequest, TurnTokens
 from tests.support.doubles import MixingDecoder, SyntheticDecoder
 from tests.unit.actor.helpers import Answer, ask, start_actor, turn
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from engine_actor.turns import ForkOutcome, HistorySpan, session_key
+from engine_actor.messages import ForkOutcome, HistorySpan, session_key
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine_actor.conversation import common_prefix
-from engine_actor.turns import HistorySpan, RefusalCode
+from engine_actor.messages import HistorySpan, RefusalCode
+from engine_actor.sessions.session import common_prefix
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_actor.turns import EndReason, ForkOutcome, RefusalCode, TurnRequest
+from engine_actor.messages import EndReason, ForkOutcome, RefusalCode, TurnRequest
 from tests.support.doubles import solo
 from tests.unit.actor.helpers import turn
 from tests.unit.actor.stepped import Asked, Stage, staged

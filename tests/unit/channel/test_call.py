@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
-from serve_app.channel.call import ChannelCall, ChannelCaller, TurnPlaced
-from serve_app.channel.inbox import ChannelLost, Inboxes
-from serve_app.routing.known_replicas import KnownReplicas
+from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
+from serve_app.cluster.channel.call import ChannelCall, ChannelCaller, TurnPlaced
+from serve_app.cluster.channel.inbox import ChannelLost, Inboxes
+from serve_app.cluster.routing.known_replicas import KnownReplicas
 
 SAID: list[TurnDelta] = [TurnAccepted("r", 3, 0), TurnTokens((1, 2)), TurnEnded(EndReason.STOP, 3, 0, 2)]
 

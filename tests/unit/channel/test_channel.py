@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
 from engine_actor.sampling.logprobs import TokenLogprob
-from engine_actor.turns import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
-from serve_app.channel import outbox as outbox_module
-from serve_app.channel.inbox import ChannelLost, Inbox, Inboxes
-from serve_app.channel.outbox import Batch, Outboxes, pack, unpack
+from serve_app.cluster.channel import outbox as outbox_module
+from serve_app.cluster.channel.inbox import ChannelLost, Inbox, Inboxes
+from serve_app.cluster.channel.outbox import Batch, Outboxes, pack, unpack
 
 
 class Channel:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import ray
 
-from serve_app import local_ray
-from serve_app.local_ray import RaySession, start_ray
+from serve_app.commands import local_ray
+from serve_app.commands.local_ray import RaySession, start_ray
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.tls import TlsFiles, tls_files
+from serve_app.commands.tls import TlsFiles, tls_files
 
 
 def make(folder: Path, name: str) -> tuple[Path, Path]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import MAX_DRAFT_TOKENS, TorchDecoder
-from engine_actor.engine import Engine
 from engine_actor.options import EngineConfig, TurnOptions
-from engine_actor.request import RequestStatus
+from engine_actor.requests.request import RequestStatus
 from tests.support import tiny_models
 
 LIMIT = 24

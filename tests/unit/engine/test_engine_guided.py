@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from engine_actor.engine import Engine
 from engine_actor.errors import RetryableStepError
 from engine_actor.options import EngineConfig, Guidance, SamplingParams, TurnOptions
-from engine_actor.request import FinishReason, Request
+from engine_actor.requests.request import FinishReason, Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
 from tests.support.grammars import lark, regex, schema

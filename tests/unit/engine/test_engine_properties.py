@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, InvalidCall, RetryableStepError
-from engine_actor.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, SamplingParams, TurnOptions
-from engine_actor.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
+from engine_actor.requests.request import FinishReason, Request, RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
 from tests.support.grammars import alphabet, regex

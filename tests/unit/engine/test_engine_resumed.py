@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from engine_actor.engine import Engine
 from engine_actor.errors import InvalidOption
 from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
-from engine_actor.request import Request
+from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import load_tokenizer
 
 NEW = 24

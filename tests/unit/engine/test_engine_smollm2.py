@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from engine_actor.engine import Engine
 from engine_actor.errors import RetryableStepError
-from engine_actor.events import EventFlags
 from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
-from engine_actor.request import Request
+from engine_actor.requests.events import EventFlags
+from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
 from tests.support.prose import PROSE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_actor.outcomes import StepOutcome, StepReport
-from engine_actor.step_bound import FIRST_STEPS, LEAST_SECONDS, TIMES_THE_PACE, StepBound
+from engine_actor.actor.step_bound import FIRST_STEPS, LEAST_SECONDS, TIMES_THE_PACE, StepBound
+from engine_actor.requests.outcomes import StepOutcome, StepReport
 
 MOST, FULL = 300.0, 2048
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from engine_actor import step_bound
-from engine_actor.actor import EngineActor
+from engine_actor.actor import step_bound
+from engine_actor.actor.actor import EngineActor
 from engine_actor.decoding.decoder import PackedStep
-from engine_actor.turns import TurnDelta, TurnEnded, TurnRequest, TurnTokens
-from serve_app.channel.call import TurnPlaced
-from serve_app.failover import watch as watch_module
-from serve_app.handle_client import HandleEngineClient
-from serve_app.routing.known_replicas import known_replicas
-from serve_app.routing.sticky_router import AVOID, ONLY
+from engine_actor.messages import TurnDelta, TurnEnded, TurnRequest, TurnTokens
+from serve_app.cluster.channel.call import TurnPlaced
+from serve_app.cluster.client import HandleEngineClient
+from serve_app.cluster.failover import watch as watch_module
+from serve_app.cluster.routing.known_replicas import known_replicas
+from serve_app.cluster.routing.sticky_router import AVOID, ONLY
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.support.failing_replicas import SILENT, Call, Sign
 from tests.unit.actor.helpers import ask, start_actor, turn

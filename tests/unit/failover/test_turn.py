@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_actor.turns import (
+from engine_actor.messages import (
     EndReason,
     HistorySpan,
     RefusalCode,
@@ -18,9 +18,9 @@ from engine_actor.turns import (
     TurnRefused,
     TurnTokens,
 )
-from serve_app.failover import turn as turn_module
-from serve_app.failover import watch as watch_module
-from serve_app.failover.turn import LOSSES, REFUSALS
+from serve_app.cluster.failover import turn as turn_module
+from serve_app.cluster.failover import watch as watch_module
+from serve_app.cluster.failover.turn import LOSSES, REFUSALS
 from tests.support.failing_replicas import (
     ANSWER,
     DIES,
@@ -282,7 +282,7 @@ class Counted:
 
 async def test_resumes_and_retries_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
-    monkeypatch.setattr("serve_app.handle_client.FailoverCounters", lambda: counted)
+    monkeypatch.setattr("serve_app.cluster.client.FailoverCounters", lambda: counted)
     refused = TurnRefused(RefusalCode.QUEUE_FULL, "full")
     await told(Replicas(Script(instead=[refused]), Script(1, DIES), Script(3, STOPS), Script(3, DIES)))
     assert counted.seen == [(False, "refused"), (False, "died"), (True, "stopped"), (True, "died")]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.failover import watch as watch_module
-from serve_app.failover.watch import Place, ReplicaSilent, ReplicaWatch
-from serve_app.routing.known_replicas import KnownReplicas
+from serve_app.cluster.failover import watch as watch_module
+from serve_app.cluster.failover.watch import Place, ReplicaSilent, ReplicaWatch
+from serve_app.cluster.routing.known_replicas import KnownReplicas
 
 
 class Asked:

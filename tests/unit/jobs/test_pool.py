@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnRequest
+from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnRequest
 from serve_app.jobs import pool as module
 from serve_app.jobs.pool import BatchEngine, PoolClient
 from tests.support.batch_engines import GOOD, REQUEST, STOPPED, UNAVAILABLE, ScriptedEngine

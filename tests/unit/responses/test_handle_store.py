@@ -10,10 +10,10 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.handle_response_store import HandleResponseStore
+from serve_app.cluster.response_store import HandleResponseStore
 from serve_app.ingress.errors import ApiError
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoreLimits
 from tests.support.response_store import ResponseStoreConformance, held, stored
 
 LEASE = 0.01

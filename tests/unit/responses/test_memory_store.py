@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from serve_app.responses.memory_store import MemoryResponseStore
-from serve_app.responses.store import KeptCall, KeptMessage, StoredResponse, StoreLimits
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import KeptCall, KeptMessage, StoredResponse, StoreLimits
 from tests.support.response_store import ResponseStoreConformance, held, stored
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.routing.placement import Margins, Placement, Reason, ReplicaView, SpillPolicy, by_rank, place
+from serve_app.cluster.routing.placement import Margins, Placement, Reason, ReplicaView, SpillPolicy, by_rank, place
 
 IDS = st.lists(st.text("abcdef0123456789", min_size=1, max_size=8), min_size=1, max_size=6, unique=True)
 MANY_KEYS = st.lists(st.text(min_size=1), min_size=1, max_size=40, unique=True)

@@ -11,11 +11,11 @@ from ray.serve import Application
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 
-from serve_app import app
+from serve_app.cluster import app
+from serve_app.cluster.routing.known_replicas import known_replicas
+from serve_app.cluster.routing.placement import by_rank
+from serve_app.cluster.routing.sticky_router import StickyRouter
 from serve_app.config import AppArgs
-from serve_app.routing.known_replicas import known_replicas
-from serve_app.routing.placement import by_rank
-from serve_app.routing.sticky_router import StickyRouter
 
 DEPLOYMENT = DeploymentID(name="EngineDeployment", app_name="moorage")
 

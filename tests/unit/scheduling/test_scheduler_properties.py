@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_actor.options import UNBOUNDED, FairnessBounds
-from engine_actor.outcomes import DeferralReason
-from engine_actor.request import Request
+from engine_actor.requests.outcomes import DeferralReason
+from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import solo
 from tests.support.engine_room import Room

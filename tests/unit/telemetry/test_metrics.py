@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_actor.engine import Engine
+from engine_actor.core.engine import Engine
+from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
 from engine_actor.options import EngineConfig, Numerics
-from engine_actor.outcomes import Deferral, DeferralReason, StepOutcome, StepReport
-from engine_actor.turns import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.requests.outcomes import Deferral, DeferralReason, StepOutcome, StepReport
 from serve_app.telemetry import metrics as m
 from serve_app.telemetry.observers import StepWatch, TurnWatch
 from serve_app.telemetry.reporter import Reporter

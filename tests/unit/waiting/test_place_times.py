@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from engine_actor.place_times import LEAST_SECONDS, MOST_SECONDS, PlaceTimes
+from engine_actor.turns.hold_times import LEAST_SECONDS, MOST_SECONDS, PlaceTimes
 
 
 def test_where_nothing_is_known_it_is_the_least() -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine_actor.engine import Engine
-from engine_actor.open_turns import Turn
+from engine_actor.actor.owner_loop import OwnerLoop
+from engine_actor.core.engine import Engine
+from engine_actor.messages import RefusalCode, TurnDelta, TurnRefused, TurnRequest
 from engine_actor.options import EngineConfig, SamplingParams
-from engine_actor.owner_loop import OwnerLoop
-from engine_actor.sessions import SessionTable
-from engine_actor.turns import RefusalCode, TurnDelta, TurnRefused, TurnRequest
-from engine_actor.waiting_room import TurnLimits
+from engine_actor.sessions.table import SessionTable
+from engine_actor.turns.turn import Turn
+from engine_actor.turns.waiting_room import TurnLimits
 from tests.support.doubles import SyntheticDecoder
 
 

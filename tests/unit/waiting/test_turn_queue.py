@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_actor.messages import TurnRequest
 from engine_actor.options import SamplingParams
-from engine_actor.turn_queue import TurnQueue
-from engine_actor.turns import TurnRequest
+from engine_actor.turns.queue import TurnQueue
 
 REQUEST = TurnRequest("test", "public", None, (1, 2, 3), SamplingParams())
 

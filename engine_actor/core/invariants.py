@@ -1,0 +1,46 @@
+"""What must hold between steps, over requests and memory together (PARITY K). Linear in requests and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_actor.errors import ContractViolation
+from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.requests.request import RequestRecord, RequestStatus
+
+
+def check_requests(
+    records: Mapping[int, RequestRecord], queue: Mapping[int, RequestRecord], cache: CacheManager
+) -> None:
+    """Raises ContractViolation at the first contradiction, naming the request."""
+    for request_id in cache.paged.residents():
+        if request_id not in records:
+            raise ContractViolation(f"a block table belongs to request {request_id}, which does not exist")
+    if cache.resident_count > cache.max_residents:
+        raise ContractViolation(f"{cache.resident_count} residents, {cache.max_residents} allowed")
+    for record in records.values():
+        _check_request(record, queue, cache)
+
+
+def _check_request(record: RequestRecord, queue: Mapping[int, RequestRecord], cache: CacheManager) -> None:
+    name, length = record.id, record.history.length
+    table = cache.table(name)
+    if len(record.history.ids) != length:
+        raise ContractViolation(f"request {name}: {len(record.history.ids)} tokens kept, length {length}")
+    if not 0 <= record.processed <= length:
+        raise ContractViolation(f"request {name}: processed {record.processed} of {length}")
+    if record.processed != (table.committed if table is not None else 0):
+        raise ContractViolation(f"request {name}: processed {record.processed} is not what its table says")
+    if length > record.max_total:
+        raise ContractViolation(f"request {name}: {length} tokens, {record.max_total} allowed")
+    if record.status is RequestStatus.CLOSED:
+        raise ContractViolation(f"request {name} is closed and still known")
+    waits = record.status is RequestStatus.ASSIGNED and table is None
+    if waits != (name in queue):
+        raise ContractViolation(f"request {name}: {record.status.value}, queued: {name in queue}")
+    if record.status is RequestStatus.UNASSIGNED and (length or table is not None):
+        raise ContractViolation(f"request {name} never began a turn and holds tokens or memory")
+    if record.status is RequestStatus.ACTIVE and table is None:
+        raise ContractViolation(f"request {name} is active and owns no memory")
+    if record.executable and record.processed >= length:
+        raise ContractViolation(f"request {name} runs and has nothing to compute")

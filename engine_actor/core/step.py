@@ -1,0 +1,324 @@
+"""One step of the engine: everything between a plan and its published results.
+
+    reserve      all blocks of the step; committed tables do not change
+    checkpoint   a place for each token that may be added, so that publishing grows nothing
+    pack         rows -> one PackedStep
+    decode       the only model call
+    sample       the next token of each row whose sequence is complete; after drafts, as many as agree with it
+    prepare      what each row becomes, its event, and the proof that publishing will succeed
+    commit       publishes: tables, sequences, states. Only integers and references are assigned
+
+Up to and including `prepare` nothing that others can see has changed, and `roll_back` undoes the rest. An error inside
+`commit` is a bug: the engine stops instead of guessing (F178).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from engine_actor.core.lifecycle import Lifecycle
+from engine_actor.decoding.decoder import Decoder
+from engine_actor.decoding.packing import StepPacker
+from engine_actor.errors import ContractViolation, GuidanceFailed
+from engine_actor.memory.step_reservation import StepReservation
+from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
+from engine_actor.requests.request import FinishReason, RequestRecord, RequestStatus, Usage
+from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow, to_host
+from engine_actor.sampling.logits_processors import Bits, RowContext, bytes_of_bits
+from engine_actor.sampling.logprobs import TokenLogprob, logprob_of
+from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
+
+NO_FLAGS = EventFlags(0)
+
+
+class Phase(IntEnum):
+    """The last phase that was begun. They come in this order, each once."""
+
+    PLANNED = 0
+    RESERVE = 1
+    CHECKPOINT = 2
+    DECODE = 3
+    SAMPLE = 4
+    PREPARE = 5
+    COMMIT = 6
+    ROLLED_BACK = 7
+
+
+@dataclass(slots=True)
+class StagedRow:
+    """What a row becomes. `appended` are the tokens that join the sequence: none after a partial prefill, one after a
+    decode, more where drafts were accepted; never EOS and stop tokens (F028). `boundary`: positions then valid.
+
+        positions   [0 .. whole)[whole .. boundary)[boundary .. target)
+                     sequence    accepted drafts     rejected, to be written again (C30)
+    """
+
+    row: PlannedRow
+    boundary: int
+    appended: Sequence[int] = ()
+    finish: FinishReason | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+class StepTransaction:
+    def __init__(
+        self,
+        plan: StepPlan,
+        lifecycle: Lifecycle,
+        decoder: Decoder,
+        packer: StepPacker,
+        sampler: BatchedSampler,
+    ) -> None:
+        self.plan = plan
+        self.phase = Phase.PLANNED
+        self.decoder_seconds = 0.0
+        self._lifecycle = lifecycle
+        self._decoder = decoder
+        self._packer = packer
+        self._sampler = sampler
+        self._reservation: StepReservation | None = None
+        self._logits: Any = None
+        self._staged: list[StagedRow] = []
+        self._unguided: dict[int, str] = {}  # rows whose grammar failed in this step, and why
+        self._events: list[EngineEvent] = []
+        self._queue_after: deque[EngineEvent] = deque()
+
+    # -- phases -------------------------------------------------------------------------------------------------------
+
+    def reserve(self) -> None:
+        self.plan.check()
+        self._begin(Phase.RESERVE)
+        self._reservation = self._lifecycle.cache.reserve([row.demand for row in self.plan.rows])
+
+    def checkpoint(self) -> None:
+        self._begin(Phase.CHECKPOINT)
+        for row in self.plan.rows:
+            if row.samples:
+                row.record.history.stage(1 + len(row.drafts))
+
+    def execute(self) -> None:
+        """pack, decode."""
+        self._begin(Phase.DECODE)
+        assert self._reservation is not None
+        packed = self._packer.pack(self.plan, self._reservation)
+        started = time.perf_counter()
+        self._logits = self._decoder.forward(packed)
+        self.decoder_seconds = time.perf_counter() - started
+
+    def sample(self) -> None:
+        self._begin(Phase.SAMPLE)
+        tokens = self._sampler.sample(self._logits, self._sample_rows())
+        at = 0
+        for row in self.plan.rows:
+            if not row.samples:
+                self._staged.append(StagedRow(row, row.demand.target))
+                continue
+            staged = self._stage(row, tokens, at)
+            wanted = row.record.turn_options.logprobs
+            if wanted is not None:
+                staged.logprobs = self._logprobs(staged, at, wanted)
+            self._staged.append(staged)
+            at += 1 + len(row.drafts)
+
+    def prepare(self) -> None:
+        self._begin(Phase.PREPARE)
+        assert self._reservation is not None
+        for staged in self._staged:
+            self._add_events(staged)
+        self._queue_after = self._lifecycle.events.stage(self._events)
+        self._reservation.validate(self._boundaries())
+
+    def commit(self) -> None:
+        self._begin(Phase.COMMIT)
+        assert self._reservation is not None
+        self._reservation.commit(self._boundaries())
+        for staged in self._staged:
+            self._publish(staged)
+
+    @property
+    def accepted_drafts(self) -> int:
+        drafted = (staged for staged in self._staged if staged.row.drafts)
+        return sum(staged.boundary + len(staged.row.drafts) - staged.row.demand.target for staged in drafted)
+
+    def publish_events(self) -> None:
+        self._lifecycle.events.publish(self._queue_after, self._events)
+
+    def roll_back(self) -> None:
+        """Undoes checkpoint and reservation; both are tried even if the first fails (F163), and both do nothing the
+        second time. A step that began to commit is never undone (F178)."""
+        if self.phase is Phase.COMMIT:
+            raise ContractViolation("a step that began to commit cannot be rolled back")
+        self.phase = Phase.ROLLED_BACK
+        try:
+            for row in self.plan.rows:
+                row.record.history.unstage()
+        finally:
+            if self._reservation is not None:
+                self._reservation.release()
+
+    def abandon(self) -> None:
+        """After a failure inside commit or rollback: nothing more is undone, but what each row holds can still be given
+        back by closing its request (F176)."""
+        if self._reservation is not None:
+            self._reservation.abandon()
+
+    def _begin(self, phase: Phase) -> None:
+        if phase != self.phase + 1:
+            raise ContractViolation(f"{phase.name.lower()} cannot follow {self.phase.name.lower()} in a step")
+        self.phase = phase
+
+    # -- one row ------------------------------------------------------------------------------------------------------
+
+    def _boundaries(self) -> list[int]:
+        return [staged.boundary for staged in self._staged]
+
+    def _sample_rows(self) -> list[SampleRow]:
+        """One for each row of wanted logits."""
+        rows: list[SampleRow] = []
+        for row in self.plan.rows:
+            if row.samples:
+                record = row.record
+                length, params = record.history.length, record.turn_options.sampling
+                context = None if record.plain else self._context(record)
+                rows.append(SampleRow(params, length, context))
+                for i in range(len(row.drafts)):
+                    rows.append(SampleRow(params, length + 1 + i, context))
+        return rows
+
+    def _context(self, record: RequestRecord) -> RowContext | None:
+        """What changes this row's logits."""
+        options = record.turn_options
+        too_short = record.turn_generated < options.min_generated_tokens
+        if not too_short and not options.sampling.reshapes and record.guide is None:
+            return None
+        tokens, generated = record.history.ids[: record.history.length], record.turn_generated
+        mask = None if record.guide is None else self._mask(record, tokens[len(tokens) - generated :])
+        banned = record.end_tokens if too_short else frozenset()
+        return RowContext(tokens, generated, banned, mask)
+
+    def _mask(self, record: RequestRecord, answer: list[int]) -> Bits | None:
+        """What the row's grammar lets follow. Where it fails nothing may, so that this row ends alone."""
+        assert record.guide is not None
+        try:
+            return record.guide.mask(answer)
+        except GuidanceFailed as error:
+            self._unguided[record.id] = str(error)
+            return np.zeros(bytes_of_bits(self._lifecycle.vocab_size), np.uint8)
+
+    def _logprobs(self, staged: StagedRow, at: int, wanted: int) -> list[TokenLogprob]:
+        """Of each appended token; the row's logits start at index `at` of the step's."""
+        logits = to_host(self._logits[at : at + len(staged.appended)])
+        return [logprob_of(row, token, wanted) for row, token in zip(logits, staged.appended, strict=True)]
+
+    def _stage(self, row: PlannedRow, tokens: Sequence[int | None], at: int) -> StagedRow:
+        """`tokens`: from index `at` on the one that follows the sequence, then the one that follows each draft. The
+        first that is not the next draft ends the row, and so do the first that ends the turn and the first at a limit
+        (F298, F305, F306)."""
+        drafts, record = row.drafts, row.record
+        token, goes_on = tokens[at], record.history.length + 1 < record.end_length
+        if goes_on and not drafts and token is not None and token not in record.end_tokens:
+            return StagedRow(row, row.demand.target, (token,))  # nearly always: one token more
+        appended: list[int] = []
+        accepted, finish = 0, None
+        for token in tokens[at : at + 1 + len(drafts)]:
+            finish = self._end_before(record, token)
+            if token is None or finish is not None:
+                break
+            appended.append(token)
+            agrees = accepted < len(drafts) and token == drafts[accepted]
+            accepted += agrees
+            finish = self._end_after(record, len(appended))
+            if finish is not None or not agrees:
+                break
+        return StagedRow(row, row.demand.target - len(drafts) + accepted, appended, finish)
+
+    def _end_before(self, record: RequestRecord, token: int | None) -> FinishReason | None:
+        """Why this token ends the turn without being part of it."""
+        if token is None:
+            return FinishReason.FAILED
+        if token not in record.end_tokens:
+            return None
+        is_eos = token in self._lifecycle.eos_token_ids and not record.turn_options.ignore_eos
+        return FinishReason.EOS if is_eos else FinishReason.STOP_SEQUENCE
+
+    def _end_after(self, record: RequestRecord, added: int) -> FinishReason | None:
+        """Which limit the turn reaches with `added` tokens of this step."""
+        length = record.history.length + added
+        if length >= record.max_total:
+            return FinishReason.MAX_SESSION_TOKENS
+        return FinishReason.MAX_GENERATED_TOKENS if length >= record.end_length else None
+
+    def _add_events(self, staged: StagedRow) -> None:
+        """One event a token, in order; how the turn ended joins the last one (F068, F080)."""
+        record, events = staged.row.record, self._events
+        for token in staged.appended:
+            events.append(EngineEvent(EventFlags.TOKEN, record, record.turn_id, token))
+        if staged.logprobs:
+            for event, logprob in zip(events[-len(staged.appended) :], staged.logprobs, strict=True):
+                event.logprob = logprob
+        if staged.finish is None:
+            return
+        if not staged.appended:
+            events.append(EngineEvent(NO_FLAGS, record, record.turn_id))
+        last = events[-1]
+        last.flags |= EventFlags.TURN_FINISHED
+        last.finish_reason = staged.finish
+        generated = record.turn_generated + len(staged.appended)
+        last.usage = Usage(record.turn_prompt_tokens, generated, self._cached_tokens(staged.row))
+        if staged.finish is FinishReason.FAILED:
+            last.flags |= EventFlags.FAILED
+            last.error_code, last.message = self._why_failed(record)
+
+    def _why_failed(self, record: RequestRecord) -> tuple[int, str]:
+        """Of a row for which no token could be chosen."""
+        if record.guide is None:
+            return ErrorCode.NOT_FINITE, "the model gave no finite number for the next token"
+        reason = self._unguided.get(record.id, "nothing that it allows has a finite number from the model")
+        return ErrorCode.GUIDANCE, f"the answer's grammar failed: {reason}"
+
+    def _cached_tokens(self, row: PlannedRow) -> int:
+        """Input positions of this turn that were found in the cache; fixed by the turn's first step."""
+        return row.record.cached_tokens if row.record.admitted else row.demand.committed
+
+    def _publish(self, staged: StagedRow) -> None:
+        row, record = staged.row, staged.row.record
+        if not record.admitted:
+            record.cached_tokens = row.demand.committed
+            record.admitted = True
+        record.processed = staged.boundary
+        record.drafts = ()
+        history = record.history
+        for token in staged.appended:
+            history.publish(token)
+        record.turn_generated += len(staged.appended)
+        if len(staged.appended) <= len(row.drafts):
+            history.unstage()
+        if row.demand.new:
+            self._lifecycle.queue.pop(record.id)
+        record.finish_reason = staged.finish
+        if staged.finish is None:
+            record.status = RequestStatus.ACTIVE
+        else:
+            record.status, record.guide = RequestStatus.TURN_COMPLETE, None
+
+    # -- after the step -----------------------------------------------------------------------------------------------
+
+    def share_full_blocks(self) -> None:
+        """Offers blocks that became full to the prefix index; a row of broken numbers gives up its memory instead."""
+        cache = self._lifecycle.cache
+        size = cache.block_size
+        for staged in self._staged:
+            record: RequestRecord = staged.row.record
+            before = staged.row.demand.committed
+            if staged.finish is FinishReason.FAILED:
+                cache.remove(record.id)
+                record.processed = 0
+            elif staged.boundary // size > before // size:
+                cache.index_full_blocks(record.id, record.options.salt, record.history.ids, before)

@@ -1,0 +1,83 @@
+"""Where turns wait until they begin: who is let in, who is next, and what those hear who are sent away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_actor.messages import RefusalCode
+from engine_actor.sessions.session import Conversation
+from engine_actor.turns.hold_times import LEAST_SECONDS, PlaceTimes
+from engine_actor.turns.queue import TurnQueue
+from engine_actor.turns.turn import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """See ActorOptions."""
+
+    max_running_sequences: int
+    max_queued_turns: int
+    max_turns_per_session: int
+
+
+class WaitingRoom:
+    """`taken` is always the number of places that running turns have."""
+
+    def __init__(self, limits: TurnLimits) -> None:
+        self._limits = limits
+        self._times = PlaceTimes(limits.max_running_sequences)
+        self.queue: TurnQueue[Turn] = TurnQueue()
+
+    def refusal(self, turn: Turn, taken: int, of_session: int) -> tuple[RefusalCode, str] | None:
+        """Why a new turn can't come in, if it can't. `of_session`: turns of its session that run or wait."""
+        if turn.resumed:
+            return None
+        waits = of_session or self.queue.first() is not None or not self._fits(turn, taken)
+        if waits and len(self.queue) >= self._limits.max_queued_turns:
+            return RefusalCode.QUEUE_FULL, f"{len(self.queue)} turns are waiting already"
+        if of_session >= self._limits.max_turns_per_session:
+            return RefusalCode.SESSION_BUSY, f"{of_session} turns of this session run or wait already"
+        return None
+
+    def enter(self, turn: Turn, conversation: Conversation | None) -> None:
+        self.queue.put(turn)
+        self.follow(turn, conversation)
+
+    def follow(self, turn: Turn, conversation: Conversation | None) -> None:
+        """It is of this conversation from now on, and keeps its place."""
+        turn.conversation = conversation
+        if conversation is not None:
+            conversation.line_up(turn)
+
+    def leave(self, turn: Turn) -> None:
+        self.queue.remove(turn)
+        if turn.conversation is not None:
+            turn.conversation.waiting.remove(turn)
+
+    def next(self, taken: int) -> Turn | None:
+        """The turn that begins now, if one does: it has left."""
+        turn = self.queue.first()
+        if turn is None or not self._fits(turn, taken):
+            return None
+        self.leave(turn)
+        return turn
+
+    def _fits(self, turn: Turn, taken: int) -> bool:
+        """A turn that is larger than the limit runs alone."""
+        return not taken or taken + turn.request.choices <= self._limits.max_running_sequences
+
+    def note_place(self, seconds: float) -> None:
+        """A place was taken for so long, and is free again."""
+        self._times.note(seconds)
+
+    def retry_after(self, code: RefusalCode) -> float:
+        """Seconds. Where the queue is full, one should come back when those that wait now have begun."""
+        match code:
+            case RefusalCode.QUEUE_FULL:
+                return self._times.until_free(self.queue.sequences)
+            case RefusalCode.SESSION_BUSY:
+                return self._times.until_over()
+            case RefusalCode.UNAVAILABLE:
+                return LEAST_SECONDS
+            case RefusalCode.CONTEXT_LENGTH | RefusalCode.INVALID | RefusalCode.GRAMMAR:
+                return 0.0

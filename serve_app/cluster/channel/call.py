@@ -1,0 +1,110 @@
+"""One call of `stream_turn`, as if its deltas came in its own stream.
+
+They do for the first turns that reach a replica from here; then a channel is open there, and the stream of a turn only
+says where it is, and breaks with its replica. Cancelling the call cancels the turn, either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from serve_app.cluster.channel.inbox import Inboxes
+from serve_app.cluster.channel.outbox import Batch
+from serve_app.cluster.routing.known_replicas import KnownReplicas
+from serve_app.cluster.routing.sticky_router import ONLY
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlaced:
+    """The first item of the stream of a turn. `channel`: the one of its reader by which its deltas come, or None where
+    they follow in this stream."""
+
+    replica: str
+    channel: int | None
+
+
+class ChannelCaller:
+    """Sends turns to the replicas of one deployment."""
+
+    def __init__(self, handle: DeploymentHandle, known: KnownReplicas) -> None:
+        self._channels = handle.options(stream=True, method_name="channel")
+        self.inboxes = Inboxes(self._open)
+        self._known = known
+        self._listening = False
+
+    def _open(self, replica: str, reader: str, channel: int) -> DeploymentResponseGenerator[Batch]:
+        if not self._listening:
+            self._known.listen(self.inboxes.set_running)
+            self._listening = True
+        return self._channels.remote(reader, channel, **{ONLY: replica})
+
+    def call(self, turns: DeploymentHandle, *args: Any, **kwargs: Any) -> ChannelCall:
+        """`turns`: the handle of `stream_turn`."""
+        return ChannelCall(self.inboxes, turns, args, kwargs)
+
+
+class ChannelCall:
+    """An async iterator: the id of the replica, then the deltas of the turn. `close` it, wherever it ends."""
+
+    def __init__(self, inboxes: Inboxes, turns: DeploymentHandle, args: Any, kwargs: Any) -> None:
+        self._inboxes = inboxes
+        self._inbox = inboxes.open()
+        self._stream = turns.remote(*args, **kwargs, reader=inboxes.reader, number=self._inbox.number)
+        self._placed: TurnPlaced | None = None
+        self._break: asyncio.Task[None] | None = None
+        self._ended = False
+
+    def __aiter__(self) -> ChannelCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._placed is None:
+            placed: TurnPlaced | None = await anext(self._stream, None)
+            if placed is None:
+                self._ended = True
+                raise StopAsyncIteration
+            self._placed = placed
+            if placed.channel is not None:
+                self._inboxes.expect_from(placed.replica, placed.channel, self._inbox)
+                self._break = asyncio.create_task(self._pass_on_break())
+            else:
+                self._inboxes.ensure_channel(placed.replica)
+            return placed.replica
+        if self._placed.channel is not None:
+            delta = await self._inbox.get()
+        else:
+            delta = await anext(self._stream, None)
+        if delta is None:
+            self._ended = True
+            raise StopAsyncIteration
+        return delta
+
+    async def _pass_on_break(self) -> None:
+        """The stream of a turn in a channel has no more items. It ends when the channel has taken all deltas, or breaks
+        with its replica."""
+        try:
+            await anext(self._stream, None)
+        except Exception as error:
+            self._inbox.fail(error)
+
+    def close(self) -> None:
+        """The deltas are of no more interest; a turn that has not ended is cancelled."""
+        self._inboxes.close(self._inbox)
+        ended = self._ended or self._inbox.complete
+        if self._break is not None and ended:
+            # Held until then, since the event loop forgets tasks that nobody holds.
+            _ending.add(self._break)
+            self._break.add_done_callback(_ending.discard)
+        elif not ended:
+            if self._break is not None:
+                self._break.cancel()
+            with contextlib.suppress(Exception):  # of a call that no replica could take, it raises why once more
+                self._stream.cancel()
+
+
+_ending: set[asyncio.Task[None]] = set()

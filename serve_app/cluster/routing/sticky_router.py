@@ -1,0 +1,136 @@
+"""Placement as Ray Serve runs it: one router per handle and process, all following the same rule.
+
+Ray Serve asks `choose_replicas` for ranks and takes the shortest queue *inside* a rank, so each rank here
+holds one replica. `FIFOMixin` is left out on purpose: it gives a chosen replica to the oldest waiting
+request, whoever that is.
+
+What the router knows, by age:
+- its own turns in flight and the queue lengths that replicas answer with: Serve's queue length cache, exact
+  for one router and at most 10 s old for several;
+- its own table of where it sent each key last, bounded, oldest key forgotten first;
+- the replicas' reports (`record_routing_stats`): resident sessions, load, whether they accept turns. A report
+  is at most one period and a broadcast old;
+- which replicas gave no sign of life when turns of this process asked for one (`known_replicas`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.util.metrics import Counter
+
+from serve_app.cluster.routing.known_replicas import known_replicas
+from serve_app.cluster.routing.placement import Margins, ReplicaView, SpillPolicy, place
+
+AVOID = "avoid"
+"""Keyword argument of a handle call: ids of replicas that have refused this turn already."""
+ONLY = "only"
+"""Keyword argument of a handle call: id of the one replica that is to answer. If it is not in the set, any does."""
+
+
+class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
+    """Sends the turns of a conversation to the replica that holds it. See `placement` for the rule."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table: OrderedDict[str, str] = OrderedDict()
+        self._resident: dict[str, Mapping[str, int]] = {}
+        self._known = known_replicas(self._deployment_id.app_name, self._deployment_id.name)
+        self._decisions = Counter(
+            "moorage_routing_decisions",
+            description="Turns by the reason for which their first choice of a replica was taken.",
+            tag_keys=("deployment", "application", "reason"),
+        )
+        self._decisions.set_default_tags(
+            {"deployment": self._deployment_id.name, "application": self._deployment_id.app_name}
+        )
+        self.initialize_state()
+
+    def initialize_state(
+        self,
+        *,
+        table_size: int = 50_000,
+        spill_absolute: int = 32,
+        spill_relative: float = 2.0,
+        newcomer_spill_absolute: int = 4,
+        newcomer_spill_relative: float = 1.5,
+    ) -> None:
+        """Takes `RequestRouterConfig.request_router_kwargs`; a bad value is refused by name."""
+        if isinstance(table_size, bool) or not isinstance(table_size, int) or table_size < 1:
+            raise ValueError(f"table_size must be an integer >= 1, not {table_size!r}")
+        self._table_size = table_size
+        self._policy = SpillPolicy(
+            resident=Margins(spill_absolute, spill_relative),
+            newcomer=Margins(newcomer_spill_absolute, newcomer_spill_relative),
+        )
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called for every change of the set and for every report."""
+        super().update_replicas(replicas)
+        before = self._resident.keys()
+        self._resident = {replica.replica_id.unique_id: _report(replica).get("sessions", {}) for replica in replicas}
+        self._forget(before - self._resident.keys())
+        self._known.set_running(self._resident)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._resident.pop(replica_id.unique_id, None)
+        self._forget({replica_id.unique_id})
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One replica per rank, best first. Called again, after a pause, for as long as no replica takes the
+        turn."""
+        if pending_request is None:
+            return [candidate_replicas]
+        first_try = not pending_request.routing_context.should_backoff
+        pending_request.routing_context.should_backoff = True
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if (only := by_id.get(pending_request.kwargs.get(ONLY, ""))) is not None:
+            return [[only]]
+        key = pending_request.metadata.session_id or None
+        refused = frozenset(pending_request.kwargs.get(AVOID, ()))
+        placement = place(
+            key,
+            [self._view(replica, key, refused) for replica in candidate_replicas],
+            request_id=pending_request.metadata.internal_request_id,
+            table_home=self._table.get(key) if key else None,
+            policy=self._policy,
+        )
+        if first_try and placement.ranked:
+            self._decisions.inc(tags={"reason": placement.reason.value})
+        return [[by_id[replica]] for replica in placement.ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica has taken the call: it is where the next turn of this key looks first."""
+        key = pending_request.metadata.session_id
+        if key:
+            self._table[key] = replica_id.unique_id
+            self._table.move_to_end(key)
+            while len(self._table) > self._table_size:
+                self._table.popitem(last=False)
+
+    def _view(self, replica: RunningReplica, key: str | None, refused: frozenset[str]) -> ReplicaView:
+        name = replica.replica_id.unique_id
+        report = _report(replica)
+        in_flight = self.replica_queue_len_cache.get(replica.replica_id)
+        return ReplicaView(
+            replica_id=name,
+            load=int(report.get("load", 0)) if in_flight is None else in_flight,
+            resident=self._resident.get(name, {}).get(key, 0) if key is not None else 0,
+            accepting=bool(report.get("accepting", True)) and name not in refused | self._known.silent,
+        )
+
+    def _forget(self, gone: set[str]) -> None:
+        if gone:
+            for key in [key for key, home in self._table.items() if home in gone]:
+                del self._table[key]
+
+
+def _report(replica: RunningReplica) -> Mapping[str, Any]:
+    """The replica's last `record_routing_stats`; empty until the first one has arrived."""
+    return replica.routing_stats or {}

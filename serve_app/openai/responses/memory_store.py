@@ -1,0 +1,168 @@
+"""The store itself, in the memory of one process. Everything in it runs on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+
+from serve_app.openai.responses.store import History, StoredResponse, StoreLimits
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """All responses that grew from one root, branches included: they are kept and forgotten together."""
+
+    last_used: float
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Running:
+    """`until`: it counts as gone then, unless its holder has come again."""
+
+    response: StoredResponse
+    cancelled_shown: str
+    until: float = 0.0
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class MemoryResponseStore:
+    """Implements `ResponseStore`. Conversations stand in order of last use, oldest first.
+
+    bytes   size of all that is kept, about
+    """
+
+    def __init__(
+        self,
+        limits: StoreLimits,
+        lease_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`lease_seconds`: a `hold` ends after this time, and its holder has as long again to call it anew. For
+        holders in other processes, since nobody tells when one of them has died. None: it ends with its iterator
+        only."""
+        self._limits = limits
+        self._lease = lease_seconds
+        self._clock = clock
+        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by the id of the root
+        self._roots: dict[str, str] = {}  # response -> root
+        self.bytes = 0
+        self._running: OrderedDict[str, _Running] = OrderedDict()  # in order of `until`
+
+    async def hold(self, running: StoredResponse, cancelled: str) -> AsyncGenerator[bool, None]:
+        self._expire()
+        # It is there already if its holder comes again; then nothing that happened meanwhile is lost.
+        held = self._running.setdefault(running.id, _Running(running, cancelled))
+        held.until = math.inf if self._lease is None else self._clock() + 2 * self._lease
+        self._running.move_to_end(running.id)
+        comes_again = False
+        try:
+            yield False
+            try:
+                async with asyncio.timeout(self._lease):
+                    await held.cancelled.wait()
+            except TimeoutError:
+                comes_again = True
+                return
+            yield True
+        finally:
+            if not comes_again:
+                self._running.pop(running.id, None)
+
+    async def put(self, stored: StoredResponse) -> None:
+        self._forget(stored.id)
+        # Where the one before has gone in the meantime, this one begins a conversation that has no history.
+        root = self._roots.get(stored.previous or "", stored.id)
+        conversation = self._conversations.setdefault(root, _Conversation(0.0))
+        conversation.responses[stored.id] = stored
+        self._roots[stored.id] = root
+        self.bytes += stored.bytes
+        self._use(root)
+        while len(self._roots) > self._limits.max_responses or self.bytes > self._limits.max_bytes:
+            self._forget_conversation(next(iter(self._conversations)))
+
+    async def get(self, owner: str, response_id: str) -> str | None:
+        running = self._find_running(owner, response_id)
+        if running is not None:
+            return running.response.shown
+        found = self._find(owner, response_id)
+        return None if found is None else found.shown
+
+    async def history(self, owner: str, response_id: str) -> History | None:
+        last = self._find(owner, response_id)
+        if last is None:
+            return None
+        kept = self._conversations[self._roots[last.id]].responses
+        chain = [last]
+        while (previous := chain[-1].previous) is not None:
+            if previous not in kept:
+                return None
+            chain.append(kept[previous])
+        messages = [message for turn in reversed(chain) for message in (*turn.messages, turn.answer)]
+        return History(last.session_id, tuple(messages))
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        if self._find(owner, response_id) is None:
+            return False
+        self._forget(response_id)
+        return True
+
+    async def cancel(self, owner: str, response_id: str) -> str | None:
+        running = self._find_running(owner, response_id)
+        if running is None:
+            return None
+        running.cancelled.set()
+        # It is to be found at every moment: its process puts what it has of the text in this one's place.
+        await self.put(replace(running.response, shown=running.cancelled_shown))
+        return running.cancelled_shown
+
+    def _find_running(self, owner: str, response_id: str) -> _Running | None:
+        self._expire()
+        running = self._running.get(response_id)
+        if running is None or running.response.owner != owner or running.cancelled.is_set():
+            return None
+        return running
+
+    def _find(self, owner: str, response_id: str) -> StoredResponse | None:
+        """A kept response; its conversation counts as used."""
+        self._expire()
+        root = self._roots.get(response_id)
+        if root is None:
+            return None
+        found = self._conversations[root].responses[response_id]
+        if found.owner != owner:
+            return None
+        self._use(root)
+        return found
+
+    def _use(self, root: str) -> None:
+        self._conversations[root].last_used = self._clock()
+        self._conversations.move_to_end(root)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._running and next(iter(self._running.values())).until < now:
+            self._running.popitem(last=False)
+        horizon = now - self._limits.max_idle_seconds
+        while self._conversations:
+            root, oldest = next(iter(self._conversations.items()))
+            if oldest.last_used >= horizon:
+                return
+            self._forget_conversation(root)
+
+    def _forget(self, response_id: str) -> None:
+        root = self._roots.pop(response_id, None)
+        if root is None:
+            return
+        conversation = self._conversations[root]
+        self.bytes -= conversation.responses.pop(response_id).bytes
+        if not conversation.responses:
+            del self._conversations[root]
+
+    def _forget_conversation(self, root: str) -> None:
+        for response_id in list(self._conversations[root].responses):
+            self._forget(response_id)
