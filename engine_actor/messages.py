@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from engine_actor.decoding.decoder import KvBlocks
+from engine_actor.memory.kv_blocks import KvBlocks
 from engine_actor.options import Guidance, SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
 

@@ -19,7 +19,7 @@ from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnheal
 from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.outcomes import StepOutcome, StepReport
-from engine_actor.requests.request import FinishReason
+from engine_actor.requests.record import FinishReason
 from engine_actor.sessions.table import SessionTable
 from engine_actor.turns.turn import Choice, Delivery, Turn
 from engine_actor.turns.waiting_room import TurnLimits, WaitingRoom
@@ -198,7 +198,7 @@ class OwnerLoop:
         for turn in {choice.turn for choice in self._running.values() if choice.turn.conversation is conversation}:
             for choice in list(turn.choices):
                 self._end(choice, EndReason.FAILED, 0, "the session was deleted")
-        for waiting in conversation.waiting:
+        for waiting in self.waiting.of_session(conversation):
             self.waiting.follow(waiting, self.sessions.open(waiting.request))
         return True
 

@@ -17,7 +17,7 @@ from engine_actor.core.invariants import check_requests
 from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.core.moving import Mover
 from engine_actor.core.step import Phase, StepTransaction
-from engine_actor.decoding.decoder import Decoder, KvBlocks, PoolGeometry
+from engine_actor.decoding.decoder import Decoder, PoolGeometry
 from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import (
     ContractViolation,
@@ -28,11 +28,14 @@ from engine_actor.errors import (
 )
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.memory.kv_blocks import KvBlocks
 from engine_actor.memory.sizing import state_slots_for
 from engine_actor.options import EngineConfig, Numerics, RequestOptions, require_integer
-from engine_actor.requests.events import EngineEvent, ErrorCode, EventBuffer, EventFlags, EventQueue
+from engine_actor.requests.event_buffer import EventBuffer
+from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags, EventQueue
 from engine_actor.requests.outcomes import StepMetrics, StepOutcome, StepReport
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.sampling.guidance import Grammars
 from engine_actor.sampling.vocabulary import Vocabulary
@@ -89,7 +92,7 @@ class Engine:
             self.grammars,
         )
         self._mover = Mover(decoder, self._lifecycle)
-        self._scheduler = Scheduler(self._lifecycle, config)
+        self._scheduler = Scheduler(self._lifecycle.requests, self._cache, config)
         self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
         self._sampler = BatchedSampler()
         self._transaction_id = 0
@@ -145,7 +148,7 @@ class Engine:
         """Events wait to be drained, or some request can make progress or waits to (F075)."""
         self._lifecycle.check_call()
         self._lifecycle.reclaim_abandoned()
-        return len(self._events) > 0 or self._lifecycle.has_executable()
+        return len(self._events) > 0 or self._lifecycle.requests.has_work
 
     def __del__(self) -> None:
         if hasattr(self, "_lifecycle"):
@@ -219,11 +222,10 @@ class Engine:
 
     def _preempt(self) -> bool:
         """Dormant residents are the caller's to close; only when there are none, a running one has to give way."""
-        residents = list(self._lifecycle.residents())
-        running = [record for record in residents if record.executable]
-        if not self.config.preemption or len(running) < len(residents):
+        requests = self._lifecycle.requests
+        if not self.config.preemption or requests.running_count < self._cache.resident_count:
             return False
-        victim = choose_victim(running, self.config.max_preemptions)
+        victim = choose_victim(requests.running(), self.config.max_preemptions)
         if victim is None:
             return False
         self._lifecycle.preempt(victim)
@@ -348,18 +350,18 @@ class Engine:
         """Counters since the start, and the memory and requests of this moment, derived from the live objects."""
         self._lifecycle.check_call()
         cache = self._cache.stats()
-        records = self._lifecycle.records.values()
-        open_turns = (RequestStatus.ACTIVE, RequestStatus.ASSIGNED)
+        requests = self._lifecycle.requests
+        with_turns = requests.with_turns()
         return {
             **self.metrics.as_dict(),
             "blocks_usable": cache.usable,
             "blocks_free": cache.free,
             "blocks_idle": cache.idle,
             "residents": cache.residents,
-            "requests": len(records),
-            "running": sum(record.status is RequestStatus.ACTIVE for record in records),
-            "waiting": sum(record.status is RequestStatus.ASSIGNED for record in records),
-            "tokens_due": sum(r.history.length - r.processed for r in records if r.status in open_turns),
+            "requests": len(requests.records),
+            "running": sum(record.status is RequestStatus.ACTIVE for record in with_turns),
+            "waiting": sum(record.status is RequestStatus.ASSIGNED for record in with_turns),
+            "tokens_due": sum(record.history.length - record.processed for record in with_turns),
             "pending_events": len(self._events),
             "grammars_compiled": self.grammars.compiled,
             "grammars_reused": self.grammars.reused,
@@ -367,14 +369,14 @@ class Engine:
 
     def active_blocks(self) -> int:
         """Blocks that running requests hold, shared ones counted once; those of dormant requests are only a cache."""
-        active = (record for record in self._lifecycle.residents() if record.status is RequestStatus.ACTIVE)
+        active = (record for record in self._lifecycle.requests.running() if record.status is RequestStatus.ACTIVE)
         tables = (self._cache.table(record.id) for record in active)
         return len({block for table in tables if table is not None for block in table.blocks})
 
     def check_integrity(self) -> None:
         """Raises ContractViolation if any part of the engine's state contradicts another. Linear."""
         self._cache.check_integrity()
-        check_requests(self._lifecycle.records, self._lifecycle.queue, self._cache)
+        check_requests(self._lifecycle.requests, self._cache)
 
 
 def is_memory_exhaustion(cause: BaseException) -> bool:

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 
 from engine_actor.errors import ContractViolation
 from engine_actor.memory.cache_manager import CacheManager
-from engine_actor.requests.request import RequestRecord, RequestStatus
+from engine_actor.requests.record import RequestRecord, RequestStatus
+from engine_actor.requests.table import RequestTable
 
 
-def check_requests(
-    records: Mapping[int, RequestRecord], queue: Mapping[int, RequestRecord], cache: CacheManager
-) -> None:
+def check_requests(requests: RequestTable, cache: CacheManager) -> None:
     """Raises ContractViolation at the first contradiction, naming the request."""
+    records = requests.records
     for request_id in cache.paged.residents():
         if request_id not in records:
             raise ContractViolation(f"a block table belongs to request {request_id}, which does not exist")
     if cache.resident_count > cache.max_residents:
         raise ContractViolation(f"{cache.resident_count} residents, {cache.max_residents} allowed")
     for record in records.values():
-        _check_request(record, queue, cache)
+        _check_request(record, requests.queue, cache)
+    order = [name for name in cache.paged.residents() if records[name].executable]
+    running = [record.id for record in requests.running()]
+    if running != order:
+        raise ContractViolation(f"requests {running} run, residents with a turn are {order}")
 
 
 def _check_request(record: RequestRecord, queue: Mapping[int, RequestRecord], cache: CacheManager) -> None:

@@ -1,15 +1,10 @@
-"""The life of requests between steps: create, begin, cancel, rewind, fork, close, abandon.
-
-Requests wait in one of two places: residents (they own memory; the cache knows them in order) and `queue`
-(Assigned, own nothing: new ones at the back in order of submission, preempted ones at the front).
-"""
+"""The life of requests between steps: create, begin, cancel, rewind, fork, close, abandon."""
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from engine_actor.errors import (
     ContextLengthExceeded,
@@ -21,7 +16,9 @@ from engine_actor.errors import (
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.options import RequestOptions, TurnOptions, require_integer
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags, EventQueue
-from engine_actor.requests.request import FinishReason, Request, RequestRecord, RequestStatus, TokenHistory
+from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus, TokenHistory
+from engine_actor.requests.request import Request
+from engine_actor.requests.table import RequestTable
 from engine_actor.sampling.guidance import Grammars
 
 LAST_TURN_ID = 2**64 - 1
@@ -45,8 +42,7 @@ class Lifecycle:
         self.eos_token_ids = eos_token_ids
         self.max_draft_tokens = max_draft_tokens
         self._grammars = grammars or Grammars(None, vocab_size, eos_token_ids)
-        self.records: dict[int, RequestRecord] = {}
-        self.queue: OrderedDict[int, RequestRecord] = OrderedDict()
+        self.requests = RequestTable()
         self.abandonment_pending = False
         self.fatal: EngineUnhealthy | None = None
         self.in_step = False
@@ -64,17 +60,8 @@ class Lifecycle:
             raise InvalidCall("the engine cannot be called from inside its own step")
 
     def _check_own(self, record: RequestRecord) -> None:
-        if self.records.get(record.id) is not record:
+        if self.requests.records.get(record.id) is not record:
             raise InvalidCall("this request does not belong to this engine")
-
-    # -- questions ------------------------------------------------------------------------------------------------
-
-    def residents(self) -> Iterator[RequestRecord]:
-        """Owners of memory, in resident order, dormant ones included."""
-        return map(self.records.__getitem__, self.cache.paged.residents())
-
-    def has_executable(self) -> bool:
-        return bool(self.queue) or any(record.executable for record in self.residents())
 
     # -- a request's calls ----------------------------------------------------------------------------------------
 
@@ -84,17 +71,17 @@ class Lifecycle:
             raise InvalidOption("max_session_tokens", options.max_session_tokens, f"at most {self.max_length}")
         record = RequestRecord(self._next_id, options, options.max_session_tokens or self.max_length)
         self._next_id += 1
-        self.records[record.id] = record
+        self.requests.records[record.id] = record
         return Request(record, self)
 
     def get(self, request_id: int) -> Request | None:
         """A handle of a live request; taking it again cancels its abandonment (F042)."""
         self.check_call()
-        record = self.records.get(request_id)
+        record = self.requests.records.get(request_id)
         if record is None:
             return None
         handle = record.handle() if record.handle is not None else None
-        return handle if handle is not None else Request(record, self)
+        return handle if isinstance(handle, Request) else Request(record, self)
 
     def begin_turn(self, record: RequestRecord, tokens: Sequence[int], options: TurnOptions) -> int:
         self.check_call()
@@ -190,6 +177,7 @@ class Lifecycle:
         twin.processed = min(record.processed, length - 1)
         if twin.processed:
             twin.processed = self.cache.fork(record.id, twin.id, twin.processed)
+            self.requests.settle(twin)
         twin.status = RequestStatus.TURN_COMPLETE
         return child
 
@@ -206,7 +194,7 @@ class Lifecycle:
         self, record: RequestRecord, reason: FinishReason, error_code: int = ErrorCode.NONE, message: str = ""
     ) -> None:
         """Ends a turn outside a step's commit, keeping all that was committed, with its one terminal event."""
-        self.queue.pop(record.id, None)
+        self.requests.rest(record)
         record.drafts = ()
         record.guide = None
         record.status = RequestStatus.TURN_COMPLETE
@@ -221,7 +209,7 @@ class Lifecycle:
         Returns whether there was one (F175, F177)."""
         if self.fatal is None:
             self.fatal = error
-        affected = [record for record in self.records.values() if record.executable]
+        affected = self.requests.with_turns()
         for record in affected:
             self.finish_turn(record, FinishReason.FAILED, ErrorCode.FATAL, str(error))
         return bool(affected)
@@ -235,8 +223,7 @@ class Lifecycle:
         record.status = RequestStatus.ASSIGNED
         record.preemptions += 1
         record.match_cache = None
-        self.queue[record.id] = record
-        self.queue.move_to_end(record.id, last=False)
+        self.requests.wait(record, first=True)
 
     def note_abandonment(self) -> None:
         """The last handle of some request was dropped. Safe on any thread."""
@@ -247,12 +234,12 @@ class Lifecycle:
         if not self.abandonment_pending:
             return
         self.abandonment_pending = False
-        for record in [record for record in self.records.values() if record.abandoned]:
+        for record in [record for record in self.requests.records.values() if record.abandoned]:
             self._discard(record)
 
     def detach_all(self) -> None:
         """The engine goes away: every request is closed, surviving handles are tombstones (F045)."""
-        for record in list(self.records.values()):
+        for record in list(self.requests.records.values()):
             self._discard(record)
 
     # -- parts ----------------------------------------------------------------------------------------------------
@@ -307,7 +294,9 @@ class Lifecycle:
         length = record.history.length
         try:
             if self.cache.table(record.id) is None:
-                self.queue[record.id] = record
+                self.requests.wait(record)
+            else:
+                self.requests.run(record)
             record.history.extend(added)
         except BaseException:
             self._undo_append(record, length)
@@ -315,7 +304,7 @@ class Lifecycle:
 
     def _undo_append(self, record: RequestRecord, length: int) -> None:
         try:
-            self.queue.pop(record.id, None)
+            self.requests.rest(record)
             record.history.truncate(length)
         except BaseException as cause:
             # The sequence is no longer known: the request is lost, and the engine cannot vouch for itself (F046).
@@ -326,10 +315,10 @@ class Lifecycle:
 
     def _discard(self, record: RequestRecord) -> None:
         self.events.purge(record)
-        self.queue.pop(record.id, None)
+        self.requests.rest(record)
         if self.cache.table(record.id) is not None:
             self.cache.remove(record.id)
-        del self.records[record.id]
+        del self.requests.records[record.id]
         record.status = RequestStatus.CLOSED
         record.history = TokenHistory()
         record.guide = None

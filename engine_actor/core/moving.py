@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from engine_actor.core.lifecycle import Lifecycle
-from engine_actor.decoding.decoder import Decoder, KvBlocks
+from engine_actor.decoding.decoder import Decoder
 from engine_actor.memory.block_table import blocks_for
+from engine_actor.memory.kv_blocks import KvBlocks
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.options import RequestOptions
-from engine_actor.requests.request import Request, RequestRecord, RequestStatus
+from engine_actor.requests.record import RequestRecord, RequestStatus
+from engine_actor.requests.request import Request
 
 
 class Mover:
@@ -69,15 +71,16 @@ class Mover:
             undo.pop_all()
         record.history.extend(tokens)
         record.processed = positions
+        self._lifecycle.requests.settle(record)
         record.status = RequestStatus.TURN_COMPLETE
         self._cache.index_full_blocks(record.id, options.salt, record.history.ids, len(adopted) * size)
         return request
 
     def _has_room(self, positions: int, adopted: Sequence[int]) -> bool:
-        cache, queue = self._cache, self._lifecycle.queue
-        if cache.resident_count + len(queue) >= cache.max_residents:
+        cache, requests = self._cache, self._lifecycle.requests
+        if cache.resident_count + len(requests.queue) >= cache.max_residents:
             return False
         # The next step gives a block to each turn that runs and its prompt's to each one that waits, at most.
-        running = sum(record.executable for record in self._lifecycle.residents())
-        waiting = sum(blocks_for(record.history.length, cache.block_size) for record in queue.values())
+        running = requests.running_count
+        waiting = sum(blocks_for(record.history.length, cache.block_size) for record in requests.queue.values())
         return cache.available - cache.cost_of_new(positions, adopted) >= running + waiting

@@ -29,7 +29,7 @@ from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import ContractViolation, GuidanceFailed
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
-from engine_actor.requests.request import FinishReason, RequestRecord, RequestStatus, Usage
+from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus, Usage
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow, to_host
 from engine_actor.sampling.logits_processors import Bits, RowContext, bytes_of_bits
 from engine_actor.sampling.logprobs import TokenLogprob, logprob_of
@@ -300,12 +300,14 @@ class StepTransaction:
         record.turn_generated += len(staged.appended)
         if len(staged.appended) <= len(row.drafts):
             history.unstage()
+        requests = self._lifecycle.requests
         if row.demand.new:
-            self._lifecycle.queue.pop(record.id)
+            requests.settle(record)
         record.finish_reason = staged.finish
         if staged.finish is None:
             record.status = RequestStatus.ACTIVE
         else:
+            requests.rest(record)
             record.status, record.guide = RequestStatus.TURN_COMPLETE, None
 
     # -- after the step -----------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, Inva
 from engine_actor.models.rotary_table import RotaryTable
 from engine_actor.models.step_tensors import StepTensors
 from engine_actor.models.transformer import Transformer
-from engine_actor.weights.checkpoint import Progress, open_checkpoint
+from engine_actor.weights.checkpoint import Progress
 from engine_actor.weights.config import ModelConfig
+from engine_actor.weights.opening import open_checkpoint
 from kernels import native
 from kernels.block_copy import copy_blocks
 

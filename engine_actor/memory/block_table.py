@@ -7,12 +7,8 @@ positions  [0 .. committed)  valid KV rows   [committed .. count * B)  room that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from engine_actor.errors import ContractViolation
-
-if TYPE_CHECKING:
-    from engine_actor.memory.prefix_index import IndexEntry
+from engine_actor.memory.prefix_index import IndexEntry
 
 
 def blocks_for(positions: int, block_size: int) -> int:
@@ -20,22 +16,51 @@ def blocks_for(positions: int, block_size: int) -> int:
     return -(-positions // block_size)
 
 
+class Changes:
+    """Counts every change of the tables that share it (F146)."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class BlockTable:
     """`epoch` changes whenever an entry that somebody may have copied is no longer true; plain growth keeps it.
     `forked`: another table may hold the partly filled last block; without it nobody else does. `indexed`: the
-    prefix index's entry for the last block that was offered to it."""
+    prefix index's entry for the last block that was offered to it. `changes` moves whenever the boundary or the epoch
+    is set: whoever compares it knows of every change without looking at a table."""
 
-    __slots__ = ("block_size", "blocks", "committed", "count", "epoch", "forked", "indexed", "resident")
+    __slots__ = ("_changes", "_committed", "_epoch", "block_size", "blocks", "count", "forked", "indexed", "resident")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, changes: Changes | None = None) -> None:
+        self._changes = changes or Changes()
+        self._committed = 0
+        self._epoch = 0
         self.block_size = block_size
         self.blocks: list[int] = []
         self.count = 0
-        self.committed = 0
-        self.epoch = 0
         self.forked = False
         self.indexed: IndexEntry | None = None
         self.resident = False
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @committed.setter
+    def committed(self, positions: int) -> None:
+        self._committed = positions
+        self._changes.count += 1
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._changes.count += 1
 
     def slot(self, position: int) -> int:
         """Physical slot of a position: block * B + offset (F127)."""

@@ -10,8 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
-from engine_actor.memory.block_table import BlockTable, blocks_for
+from engine_actor.memory.block_table import BlockTable, Changes, blocks_for
 from engine_actor.memory.reservation import Reservation, RowDemand, RowReservation
+
+
+class _Tables(dict[int, BlockTable]):
+    """Tables by request, in resident order; one that comes, goes or is replaced moves the count of changes."""
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def __setitem__(self, request_id: int, table: BlockTable) -> None:
+        self._changes.count += 1
+        super().__setitem__(request_id, table)
+
+    def __delitem__(self, request_id: int) -> None:
+        self._changes.count += 1
+        super().__delitem__(request_id)
 
 
 class PagedCache:
@@ -21,7 +37,8 @@ class PagedCache:
         self.pool = pool
         self._make_room = make_room
         self.block_size = block_size
-        self._tables: dict[int, BlockTable] = {}
+        self._changes = Changes()
+        self._tables = _Tables(self._changes)
         self._live: Reservation | None = None
 
     # -- questions ------------------------------------------------------------------------------------------------
@@ -56,11 +73,11 @@ class PagedCache:
         copying = self._live.rows if self._live else ()
         return not any(row.copy and row.table is table and row.tail == at for row in copying)
 
-    def snapshot(self) -> tuple[list[BlockTable], list[int], list[int]]:
-        """Every table in order, with its boundary and epoch: equal snapshots prove that no table was replaced, moved
-        or advanced in between, those of residents outside the step included (F146)."""
-        tables = list(self._tables.values())
-        return tables, [table.committed for table in tables], [table.epoch for table in tables]
+    @property
+    def changes(self) -> int:
+        """Moves with every change of the pool and of any table: if it is the same, nothing was issued or given back,
+        and no table was replaced, remapped or advanced in between, those outside the step included (F146)."""
+        return self.pool.generation + self._changes.count
 
     def must_copy_tail(self, table: BlockTable) -> bool:
         """The next write goes into a partly filled block that somebody else holds too (C17: only then it is copied)."""
@@ -115,7 +132,7 @@ class PagedCache:
 
     def _grow(self, demand: RowDemand, need: int, fresh: Iterator[int]) -> RowReservation:
         if demand.new:
-            table = self._tables[demand.request_id] = BlockTable(self.block_size)
+            table = self._tables[demand.request_id] = BlockTable(self.block_size, self._changes)
             table.blocks.extend(demand.adopted)
             row = RowReservation(demand, table, 0)
         else:
@@ -169,7 +186,8 @@ class PagedCache:
     def remove(self, request_id: int) -> None:
         """Releases a resident's blocks, tail first; shared ones survive with their other owners (F342)."""
         self._refuse_during_step()
-        table = self._tables.pop(request_id)
+        table = self._tables[request_id]
+        del self._tables[request_id]
         self.pool.free(table.blocks[::-1])
 
     def truncate(self, request_id: int, positions: int) -> int:
@@ -204,7 +222,7 @@ class PagedCache:
         assert 0 < positions <= parent.committed and child_id not in self._tables
         if positions % self.block_size and self.pool.is_indexed(parent.blocks[positions // self.block_size]):
             positions -= positions % self.block_size
-        child = BlockTable(self.block_size)
+        child = BlockTable(self.block_size, self._changes)
         for block in parent.blocks[: blocks_for(positions, self.block_size)]:
             self.pool.pin(block)
             child.blocks.append(block)

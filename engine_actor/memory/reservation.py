@@ -14,13 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine_actor.errors import ContractViolation
+from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable, blocks_for
 
-if TYPE_CHECKING:
-    from engine_actor.memory.paged_cache import PagedCache
+
+class ReservedCache(Protocol):
+    """What a reservation asks of the `PagedCache` that made it."""
+
+    pool: BlockPool
+
+    @property
+    def changes(self) -> int: ...
+    def is_live(self, reservation: Reservation) -> bool: ...
+    def end_reservation(self, reservation: Reservation) -> None: ...
+    def drop_provisional(self, request_id: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -62,23 +72,20 @@ class ReservationState(Enum):
 class Reservation:
     """Made by PagedCache.reserve. Rows are in the order of the plan."""
 
-    def __init__(self, cache: PagedCache, rows: list[RowReservation]) -> None:
+    def __init__(self, cache: ReservedCache, rows: list[RowReservation]) -> None:
         self._cache = cache
         self.rows = rows
         self.state = ReservationState.RESERVED
-        self.pool_generation = cache.pool.generation
         self.copies = tuple(row.copy for row in rows if row.copy)  # (source, destination), before the forward pass
-        self._tables_before = cache.snapshot()
+        self._changes_before = cache.changes
 
     def validate(self, committed: Sequence[int]) -> None:
         """Proves, without changing anything, that `commit(committed)` will succeed: nothing moved since the
         reservation was made, and every boundary lies between what was valid and what was reserved (F145, F148)."""
         if self.state is not ReservationState.RESERVED:
             raise ContractViolation(f"a {self.state.value} reservation cannot be committed")
-        if self._cache.pool.generation != self.pool_generation:
-            raise ContractViolation("the block pool changed while a step held a reservation")
-        if self._cache.snapshot() != self._tables_before:
-            raise ContractViolation("a block table changed while a step held a reservation")
+        if self._cache.changes != self._changes_before:
+            raise ContractViolation("the block pool or a table changed while a step held a reservation")
         if len(committed) != len(self.rows):
             raise ContractViolation(f"{len(committed)} boundaries for {len(self.rows)} rows")
         for row, boundary in zip(self.rows, committed, strict=True):

@@ -12,7 +12,7 @@ from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.options import UNBOUNDED
 from engine_actor.requests.outcomes import Deferral, DeferralReason
-from engine_actor.requests.request import RequestRecord
+from engine_actor.requests.record import RequestRecord
 
 
 @dataclass(slots=True)

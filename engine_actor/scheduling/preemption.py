@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_actor.requests.request import RequestRecord
+from engine_actor.requests.record import RequestRecord
 
 
 def choose_victim(running: Sequence[RequestRecord], max_preemptions: int) -> RequestRecord | None:

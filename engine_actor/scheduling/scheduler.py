@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.memory.block_table import blocks_for
+from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
-from engine_actor.requests.request import RequestRecord
+from engine_actor.requests.record import RequestRecord
+from engine_actor.requests.table import RequestTable
 from engine_actor.scheduling.admission import Admission, Selection
 from engine_actor.scheduling.draft_budget import DraftWant, share_drafts
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
@@ -54,13 +55,14 @@ def share_budget(wants: Sequence[int], budget: int) -> list[int]:
 
 
 class Scheduler:
-    def __init__(self, lifecycle: Lifecycle, config: EngineConfig) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, requests: RequestTable, cache: CacheManager, config: EngineConfig) -> None:
+        self._requests = requests
+        self._cache = cache
         self._config = config
         self._row_limit = row_limit(config.max_scheduled_tokens, config.max_batch_size)
         bounds = config.fairness
         self._services = 0
-        windows = lifecycle.cache.windows
+        windows = cache.windows
         self._most_queries = UNBOUNDED if windows is None else windows.cap  # of one row
         self._longest_part = longest_part(config.chunk_size, self._most_queries)
         self._bounded = bounds != FairnessBounds.off()
@@ -92,17 +94,16 @@ class Scheduler:
             return
         admitted = [row.record.submitted for row in plan.rows if row.demand.new]
         for deferral in plan.deferrals:
-            record = self._lifecycle.records[deferral.request_id]
+            record = self._requests.records[deferral.request_id]
             if deferral.reason is DeferralReason.ROWS:
                 record.passed_over += 1
                 continue
             record.overtaken += sum(submitted > record.submitted for submitted in admitted)
-            if self._lifecycle.cache.table(record.id) is not None:
+            if self._cache.table(record.id) is not None:
                 record.passed_over += 1  # a running row that lacks blocks comes earlier, to get the next free one
 
     def _candidates(self) -> list[RequestRecord]:
-        candidates = [record for record in self._lifecycle.residents() if record.executable]
-        candidates.extend(self._lifecycle.queue.values())
+        candidates = self._requests.with_turns()
         if any(record.turn_options.priority for record in candidates):
             candidates.sort(key=lambda record: record.turn_options.priority)
         return candidates
@@ -120,8 +121,7 @@ class Scheduler:
                 prefills.append(record)
             else:
                 decodes.append(record)
-        running = len(candidates) - len(self._lifecycle.queue)
-        admission = Admission(self._lifecycle.cache, self._row_limit, bounds.max_overtakes, running)
+        admission = Admission(self._cache, self._row_limit, bounds.max_overtakes, self._requests.running_count)
         overdue.sort(key=lambda record: (record.overtaken < most_overtaken, -record.passed_over))
         for record in overdue:
             admission.consider(record)
@@ -183,7 +183,7 @@ class Scheduler:
         """Drafts that each row verifies."""
         if not any(record.drafts for record, _ in selection.rows):
             return [()] * len(selection.rows)
-        cache, size = self._lifecycle.cache, self._config.block_size
+        cache, size = self._cache, self._config.block_size
         wants = []
         for record, demand in selection.rows:
             table = cache.table(record.id)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from engine_actor.errors import ContractViolation
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.requests.outcomes import Deferral, StepOutcome
-from engine_actor.requests.request import RequestRecord
+from engine_actor.requests.record import RequestRecord
 
 
 @dataclass(slots=True)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine_actor.messages import TurnRequest
 from engine_actor.options import TurnOptions
 from engine_actor.requests.request import Request
-
-if TYPE_CHECKING:
-    from engine_actor.turns.turn import Turn
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one turn have different seeds, however many they are
 
@@ -25,6 +22,15 @@ class Answer:
     start: int
     end: int
     digest: bytes | None = None
+
+
+class WaitingTurn(Protocol):
+    """What a session knows of a turn of its own that has not begun."""
+
+    @property
+    def resumed(self) -> bool:
+        """Another replica had accepted it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -42,7 +48,7 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
     running: bool = False
     moved: bool = False
-    waiting: deque[Turn] = field(default_factory=deque)
+    waiting: deque[WaitingTurn] = field(default_factory=deque)
 
     @property
     def open_turns(self) -> int:
@@ -54,7 +60,7 @@ class Conversation:
         length = len(self.tokens) if self.request is None else self.request.current_length
         return length > 0 and not self.open_turns
 
-    def line_up(self, turn: Turn) -> None:
+    def line_up(self, turn: WaitingTurn) -> None:
         """Behind its other turns, but for one that another replica had begun: that was before them."""
         ahead = sum(other.resumed for other in self.waiting) if turn.resumed else len(self.waiting)
         self.waiting.insert(ahead, turn)

@@ -34,7 +34,8 @@ from engine_actor.messages import (
 )
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.outcomes import Deferral
-from engine_actor.requests.request import Request, RequestStatus
+from engine_actor.requests.record import RequestStatus
+from engine_actor.requests.request import Request
 from engine_actor.sessions.session import Answer, Conversation, common_prefix, options_of
 
 Detokenize = Callable[[Sequence[int]], str]

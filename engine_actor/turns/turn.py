@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine_actor.messages import TurnDelta, TurnRequest
-
-if TYPE_CHECKING:
-    from engine_actor.sessions.session import Conversation
-    from engine_actor.sessions.table import BegunTurn
+from engine_actor.sessions.session import Conversation
+from engine_actor.sessions.table import BegunTurn
 
 
 @dataclass(eq=False, slots=True)

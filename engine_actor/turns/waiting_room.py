@@ -49,6 +49,12 @@ class WaitingRoom:
         if conversation is not None:
             conversation.line_up(turn)
 
+    def of_session(self, session: Conversation) -> list[Turn]:
+        """Its turns that wait, in their order."""
+        turns = [turn for turn in session.waiting if isinstance(turn, Turn)]
+        assert len(turns) == len(session.waiting)
+        return turns
+
     def leave(self, turn: Turn) -> None:
         self.queue.remove(turn)
         if turn.conversation is not None:

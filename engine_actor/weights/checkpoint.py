@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 import torch
 
-from engine_actor.errors import UnreadableModel, UnsupportedModel
+from engine_actor.errors import UnsupportedModel
 from engine_actor.weights.config import ModelConfig
 from kernels.quantized_linear import QuantizedMatrix
 
@@ -89,20 +88,3 @@ class Checkpoint(ABC):
             self._digest.update(part.view(-1)[::step].float().numpy().tobytes())
         if self._progress is not None:
             self._progress(len(self._read), len(self.names))
-
-
-def open_checkpoint(path: str | Path, progress: Progress | None = None) -> Checkpoint:
-    """Opens a Hugging Face folder (config.json and *.safetensors) or a GGUF file.
-
-    Raises UnreadableModel for missing, truncated or corrupt files, UnsupportedModel for what Moorage cannot run.
-    """
-    # Late, since both build on `Checkpoint`.
-    from engine_actor.weights.gguf_checkpoint import GgufCheckpoint
-    from engine_actor.weights.hugging_face import HuggingFaceCheckpoint
-
-    place = Path(path)
-    if place.is_dir():
-        return HuggingFaceCheckpoint(place, progress)
-    if place.is_file():
-        return GgufCheckpoint(place, progress)
-    raise UnreadableModel(str(path), "there is no such file or folder")

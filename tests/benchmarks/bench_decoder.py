@@ -39,7 +39,7 @@ def _peer(model: Path) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from engine_actor.weights.checkpoint import open_checkpoint
+    from engine_actor.weights.opening import open_checkpoint
 
     where = {"gguf_file": model.name} if model.is_file() else {}
     config = AutoConfig.from_pretrained(model.parent if where else model, **where)

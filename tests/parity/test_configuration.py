@@ -135,7 +135,7 @@ def test_pools_are_allocated_once_and_a_decode_step_grows_nothing() -> None:
     engine.run(8)
     storage = decoder.cache.ctypes.data
     mirror = engine._packer._mirror._matrix
-    containers = (engine._lifecycle.records, engine._cache.paged._tables, engine._lifecycle.queue)
+    containers = (engine._lifecycle.requests.records, engine._cache.paged._tables, engine._lifecycle.requests.queue)
     sizes = [len(container) for container in containers]
     for _ in range(100):
         engine.run(8)

@@ -11,7 +11,8 @@ from engine_actor.core.engine import Engine
 from engine_actor.errors import InvalidCall, InvalidOption
 from engine_actor.options import TurnOptions
 from engine_actor.requests.events import ErrorCode, EventFlags
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from tests.support.doubles import P10, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 from tests.support.requests import free_blocks, visible
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine_actor.errors import RetryableStepError
 from engine_actor.options import TurnOptions
-from engine_actor.requests.request import RequestStatus
+from engine_actor.requests.record import RequestStatus
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 
 PROMPT = [4, 5, 6, 7, 8]

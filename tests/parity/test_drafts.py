@@ -14,7 +14,8 @@ from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.events import EngineEvent, EventFlags
 from engine_actor.requests.outcomes import StepOutcome
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from engine_actor.scheduling.draft_budget import DraftWant, share_drafts
 from tests.parity.test_synthetic import SECOND, A, L
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of

@@ -11,7 +11,8 @@ from engine_actor.core.engine import Engine
 from engine_actor.errors import EngineUnhealthy, InvalidCall, InvalidOption, RetryableStepError, StaleView
 from engine_actor.options import TurnOptions
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from tests.support.doubles import P10, P20, P30, ForcedDecoder, build_engine, run_out, tokens_of
 
 EOS = 1

@@ -24,7 +24,8 @@ from engine_actor.memory.reservation import Reservation
 from engine_actor.options import TurnOptions
 from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import StepOutcome
-from engine_actor.requests.request import FinishReason, Request, RequestStatus, TokenHistory
+from engine_actor.requests.record import FinishReason, RequestStatus, TokenHistory
+from engine_actor.requests.request import Request
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import P10, P20, P30, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of

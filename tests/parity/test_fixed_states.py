@@ -20,7 +20,8 @@ from engine_actor.memory.sizing import blocks_in_bytes, size_pool, state_slots_f
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.options import UNBOUNDED, EngineConfig, RequestOptions
 from engine_actor.requests.outcomes import DeferralReason
-from engine_actor.requests.request import Request, RequestRecord
+from engine_actor.requests.record import RequestRecord
+from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, Room

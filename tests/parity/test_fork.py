@@ -13,7 +13,8 @@ from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation
 from engine_actor.requests.outcomes import DeferralReason
-from engine_actor.requests.request import Request, RequestStatus
+from engine_actor.requests.record import RequestStatus
+from engine_actor.requests.request import Request
 from tests.support.doubles import next_token, solo
 from tests.support.engine_room import FIFO, Room, advance, demand
 
@@ -227,7 +228,7 @@ def test_fk06_an_uncomputed_parent_cannot_be_forked() -> None:
     parent.cancel_turn(1)
     with pytest.raises(InvalidCall, match="nothing was computed"):
         parent.fork()
-    assert room.pool.free_count == 8 and len(room.engine._lifecycle.records) == 1
+    assert room.pool.free_count == 8 and len(room.engine._lifecycle.requests.records) == 1
 
 
 @pytest.mark.parity("F346")

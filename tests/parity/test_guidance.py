@@ -16,7 +16,8 @@ from engine_actor.errors import GuidanceFailed, InvalidCall, InvalidOption, Retr
 from engine_actor.options import EngineConfig, Guidance, GuidanceKind, SamplingParams, TurnOptions
 from engine_actor.requests.events import ErrorCode
 from engine_actor.requests.outcomes import StepOutcome
-from engine_actor.requests.request import FinishReason, Request
+from engine_actor.requests.record import FinishReason
+from engine_actor.requests.request import Request
 from engine_actor.sampling.guidance import Grammars
 from engine_actor.sampling.guidance_cursor import Cursor
 from tests.support.doubles import SyntheticDecoder

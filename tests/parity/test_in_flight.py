@@ -13,7 +13,7 @@ import pytest
 from engine_actor.errors import ContractViolation, InvalidCall, StaleView
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
-from engine_actor.requests.request import RequestStatus
+from engine_actor.requests.record import RequestStatus
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, solo
 from tests.support.engine_room import Room
 

@@ -12,7 +12,7 @@ from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.paged_cache import PagedCache
-from engine_actor.requests.request import RequestStatus
+from engine_actor.requests.record import RequestStatus
 from tests.support.engine_room import LOWEST, Room, advance, demand
 
 X, Y = 1, 2
@@ -190,10 +190,10 @@ def test_in05_processed_never_passes_the_current_length(current: int, processed:
 def test_in06_a_table_without_a_request_is_found() -> None:
     room = Room(**LOWEST)
     request = room.resident([5, 9])
-    del room.engine._lifecycle.records[request.id]
+    del room.engine._lifecycle.requests.records[request.id]
     with pytest.raises(ContractViolation, match="does not exist"):
         room.engine.check_integrity()
-    room.engine._lifecycle.records[request.id] = room.record(request)
+    room.engine._lifecycle.requests.records[request.id] = room.record(request)
     room.engine.check_integrity()
 
 
@@ -219,12 +219,12 @@ def test_counters_and_states_that_contradict_memory_are_found(field: str, value:
 def test_a_queue_that_contradicts_the_states_is_found() -> None:
     room = Room(**LOWEST)
     request = room.add([5, 9])
-    del room.engine._lifecycle.queue[request.id]
+    del room.engine._lifecycle.requests.queue[request.id]
     with pytest.raises(ContractViolation, match="queued: False"):
         room.engine.check_integrity()
-    room.engine._lifecycle.queue[request.id] = room.record(request)
+    room.engine._lifecycle.requests.queue[request.id] = room.record(request)
     room.step()
-    room.engine._lifecycle.queue[request.id] = room.record(request)
+    room.engine._lifecycle.requests.queue[request.id] = room.record(request)
     with pytest.raises(ContractViolation, match="queued: True"):
         room.engine.check_integrity()
 

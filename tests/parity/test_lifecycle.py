@@ -13,7 +13,8 @@ import pytest
 from engine_actor.core.engine import Engine
 from engine_actor.errors import InvalidCall, InvalidOption, WrongThread
 from engine_actor.options import RequestOptions, SamplingParams, TurnOptions
-from engine_actor.requests.request import Request, RequestStatus
+from engine_actor.requests.record import RequestStatus
+from engine_actor.requests.request import Request
 from tests.support.doubles import P10, P20, ForcedDecoder, build_engine, run_out, tokens_of
 from tests.support.requests import STATES, free_blocks, request_in, visible
 
@@ -188,7 +189,7 @@ def test_without_an_abandonment_the_boundary_allocates_nothing(monkeypatch: pyte
     requests.pop()
     reclaim = engine._lifecycle.reclaim_abandoned
     reclaim()
-    monkeypatch.setattr(engine._lifecycle, "records", None)  # a flag is read, and nothing is looked through
+    monkeypatch.setattr(engine._lifecycle.requests, "records", None)  # a flag is read, and nothing is looked through
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()

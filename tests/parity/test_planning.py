@@ -9,7 +9,8 @@ import pytest
 from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
 from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.engine_room import LOWEST, Room
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine_actor.options import FairnessBounds, RequestOptions
 from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
-from engine_actor.requests.request import FinishReason, RequestRecord, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus
 from engine_actor.scheduling.preemption import choose_victim
 from tests.support.doubles import solo
 from tests.support.engine_room import FIFO, Room
@@ -77,7 +77,7 @@ def test_pr03_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if
     # Three blocks each; x goes on, y has given its blocks back in one piece.
     assert x.status is RequestStatus.ACTIVE and y.status is RequestStatus.ASSIGNED
     assert (y.processed_length, room.blocks(y), y._record.preemptions) == (0, [], 1)
-    assert y.current_length == 13 and list(room.engine._lifecycle.queue) == [y.id, waiting.id]
+    assert y.current_length == 13 and list(room.engine._lifecycle.requests.queue) == [y.id, waiting.id]
     for _ in range(40):
         for event in room.step():
             if event.flags & EventFlags.TURN_FINISHED and event.request is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine_actor.errors import ContractViolation, EngineUnhealthy, InvalidOption
 from engine_actor.options import EngineConfig, FairnessBounds
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
-from engine_actor.requests.request import RequestStatus
+from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, row_limit, share_budget
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, LOWEST, Room
@@ -63,7 +63,9 @@ def test_sc06_a_budget_of_two_takes_two_decodes() -> None:
     room = Room()
     decodes = [room.resident(p, ignore_eos=True) for p in (P10, P20, P30)]
     prefill = room.add(P10)
-    room.engine._scheduler = Scheduler(room.engine._lifecycle, replace(room.engine.config, max_scheduled_tokens=2))
+    room.engine._scheduler = Scheduler(
+        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_scheduled_tokens=2)
+    )
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in decodes[:2]]
     assert [d.request_id for d in plan.deferrals] == [decodes[2].id, prefill.id]
@@ -206,7 +208,9 @@ def test_sc16_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
     prefill, decode = room.add([4, 5, 6, 7, 8]), room.add([9])
     room.step()
     assert (prefill.processed_length, decode.processed_length) == (3, 1)
-    room.engine._scheduler = Scheduler(room.engine._lifecycle, replace(room.engine.config, max_scheduled_tokens=1))
+    room.engine._scheduler = Scheduler(
+        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_scheduled_tokens=1)
+    )
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [decode.id] and plan.graph_capture_eligible
     before = room.blocks(prefill), room.cache.table(prefill.id)
@@ -347,7 +351,9 @@ def test_a_blocked_decode_gives_its_row_to_the_next_decode_not_to_a_prefill() ->
     others = [room.add([8], ignore_eos=True), room.add([9], ignore_eos=True)]
     room.step()
     prefill = room.add([10])
-    room.engine._scheduler = Scheduler(room.engine._lifecycle, replace(room.engine.config, max_batch_size=2))
+    room.engine._scheduler = Scheduler(
+        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_batch_size=2)
+    )
     room.pool.allocate(room.pool.free_count)  # nothing is free: the first decode lacks a block
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in others]

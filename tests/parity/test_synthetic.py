@@ -8,7 +8,8 @@ import pytest
 
 from engine_actor.core.engine import Engine
 from engine_actor.options import FairnessBounds, TurnOptions
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from tests.support.doubles import (
     RecurrentDecoder,
     SyntheticDecoder,

@@ -18,7 +18,7 @@ from engine_actor.memory.reservation import Reservation
 from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.events import EventQueue
 from engine_actor.requests.outcomes import StepOutcome
-from engine_actor.requests.request import RequestStatus, TokenHistory
+from engine_actor.requests.record import RequestStatus, TokenHistory
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.scheduling.scheduler import Scheduler
 from tests.support.doubles import (
@@ -113,7 +113,7 @@ def everything(engine: Engine) -> dict[str, object]:
         "idle": list(cache.pool._idle),
         "owners": list(cache.pool._owners),
         "index": set(cache.index._by_block) if cache.index else None,
-        "queue": list(life.queue),
+        "queue": list(life.requests.queue),
         "records": {
             r.id: (
                 list(r.history.ids),
@@ -131,7 +131,7 @@ def everything(engine: Engine) -> dict[str, object]:
                 r.overtaken,
                 r.preemptions,
             )
-            for r in life.records.values()
+            for r in life.requests.records.values()
         },
     }
 
@@ -293,12 +293,13 @@ def test_publishing_grows_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure() -> dict[str, int]:
         life, cache = engine._lifecycle, engine._cache
         sized: dict[str, Any] = {
-            "records": life.records,
-            "queue": life.queue,
+            "records": life.requests.records,
+            "queue": life.requests.queue,
+            "turns": life.requests._turns,
             "tables": cache.paged._tables,
             "owners": cache.pool._owners,
         }
-        for record in life.records.values():
+        for record in life.requests.records.values():
             sized[f"history {record.id}"] = record.history.ids
         for request_id, table in cache.paged._tables.items():
             sized[f"table {request_id}"] = table.blocks

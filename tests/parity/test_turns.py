@@ -8,7 +8,7 @@ import pytest
 from engine_actor.core.lifecycle import LAST_TURN_ID
 from engine_actor.errors import ContextLengthExceeded, EngineUnhealthy, InvalidCall, InvalidOption
 from engine_actor.options import RequestOptions, TurnOptions
-from engine_actor.requests.request import FinishReason, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
 from tests.support.doubles import P10, P20, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 from tests.support.requests import free_blocks, request_in, visible
 
@@ -112,7 +112,7 @@ def test_a_first_turn_is_taken_in_whole_or_not_at_all(monkeypatch: pytest.Monkey
     before = visible(request)
     with monkeypatch.context() as patched:
         if fault == "queue":
-            patched.setattr(engine._lifecycle, "queue", FailingQueue())
+            patched.setattr(engine._lifecycle.requests, "queue", FailingQueue())
         else:
             real = type(record.history).extend
 

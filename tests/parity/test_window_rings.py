@@ -17,7 +17,7 @@ from engine_actor.memory.sizing import blocks_in_share
 from engine_actor.memory.window_ring import WindowRings, ring_blocks
 from engine_actor.options import EngineConfig
 from engine_actor.requests.outcomes import DeferralReason
-from engine_actor.requests.request import RequestStatus
+from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, solo
 from tests.support.engine_room import LOWEST, Room
@@ -156,7 +156,7 @@ def test_sc08_the_cap_holds_whatever_the_chunk_size_is() -> None:
     room.add([5] * 9)
     config = room.engine.config
     for chunk, count in ((7, 2), (0, 2), (1, 1)):
-        scheduler = Scheduler(room.engine._lifecycle, replace(config, chunk_size=chunk))
+        scheduler = Scheduler(room.engine._lifecycle.requests, room.engine._cache, replace(config, chunk_size=chunk))
         assert [row.count for row in scheduler.plan(1).rows] == [count]
 
 

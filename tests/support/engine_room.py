@@ -10,7 +10,8 @@ from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation, RowDemand
 from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, TurnOptions
 from engine_actor.requests.events import EngineEvent
-from engine_actor.requests.request import Request, RequestRecord
+from engine_actor.requests.record import RequestRecord
+from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import SyntheticDecoder
 
@@ -112,10 +113,10 @@ class Room:
 
     def fingerprint(self) -> object:
         """All that planning could change: statuses, tables, owners, the order of the free list, counters."""
-        records = self.engine._lifecycle.records.values()
+        records = self.engine._lifecycle.requests.records.values()
         return (
             [(r.id, r.status, r.processed, tuple(r.history.ids), r.passed_over, r.overtaken) for r in records],
-            list(self.engine._lifecycle.queue),
+            list(self.engine._lifecycle.requests.queue),
             [(i, list(t.blocks), t.count, t.committed, t.epoch) for i, t in self.cache.paged._tables.items()],
             self.pool.free_ids(),
             list(self.pool._owners),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine_actor.core.engine import Engine
 from engine_actor.options import TurnOptions
-from engine_actor.requests.request import Request, RequestStatus
+from engine_actor.requests.record import RequestStatus
+from engine_actor.requests.request import Request
 from tests.support.doubles import P10
 
 STATES = list(RequestStatus)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_actor.decoding.decoder import KvBlocks
+from engine_actor.memory.kv_blocks import KvBlocks
 from engine_actor.messages import MovedSession, session_key
 from serve_app.cluster import handover as module
 from serve_app.cluster.handover import Handover

@@ -11,7 +11,7 @@ import torch
 from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import MAX_DRAFT_TOKENS, TorchDecoder
 from engine_actor.options import EngineConfig, TurnOptions
-from engine_actor.requests.request import RequestStatus
+from engine_actor.requests.record import RequestStatus
 from tests.support import tiny_models
 
 LIMIT = 24

@@ -14,7 +14,8 @@ from engine_actor.decoding.decoder import PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import RetryableStepError
 from engine_actor.options import EngineConfig, Guidance, SamplingParams, TurnOptions
-from engine_actor.requests.request import FinishReason, Request
+from engine_actor.requests.record import FinishReason
+from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
 from tests.support.grammars import lark, regex, schema

@@ -24,7 +24,8 @@ from engine_actor.errors import ContextLengthExceeded, InvalidCall, RetryableSte
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, SamplingParams, TurnOptions
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
-from engine_actor.requests.request import FinishReason, Request, RequestStatus
+from engine_actor.requests.record import FinishReason, RequestStatus
+from engine_actor.requests.request import Request
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
 from tests.support.grammars import alphabet, regex

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_actor.core.engine import Engine
-from engine_actor.decoding.decoder import KvBlocks
 from engine_actor.decoding.torch_decoder import TorchDecoder
+from engine_actor.memory.kv_blocks import KvBlocks
 from engine_actor.options import EngineConfig, RequestOptions, TurnOptions
 from engine_actor.requests.outcomes import StepOutcome
-from engine_actor.requests.request import Request, RequestStatus, Usage
+from engine_actor.requests.record import RequestStatus, Usage
+from engine_actor.requests.request import Request
 from engine_actor.sampling.logprobs import TokenLogprob
 from tests.support import tiny_models
 from tests.support.doubles import MixingDecoder, RecurrentDecoder, WindowedDecoder, build_engine, mixing_logits, run_out

@@ -86,8 +86,9 @@ def check_counts(room: Room, plan: StepPlan) -> None:
 def s0_plan(room: Room) -> list[int]:
     """S0's rule, written down a second time: one pass over decodes, then prefills, counting limits down."""
     engine, cache = room.engine, room.cache
-    residents = [r for r in engine._lifecycle.residents() if r.executable]
-    order = [*residents, *engine._lifecycle.queue.values()]
+    records = engine._lifecycle.requests.records
+    residents = [records[name] for name in engine._cache.paged.residents() if records[name].executable]
+    order = [*residents, *engine._lifecycle.requests.queue.values()]
     order.sort(key=lambda record: record.processed < record.prompt_boundary)
     rows = min(engine.config.max_batch_size, engine.config.max_scheduled_tokens)
     blocks, places = cache.available, cache.max_residents - cache.resident_count
@@ -162,7 +163,7 @@ def test_prefills_keep_their_share_of_the_tokens(arrivals: list[Arrival], limits
         waiting = {d.request_id for d in plan.deferrals if d.reason is DeferralReason.ROWS}
         if rows > 1 and decodes and not prefills:
             # Decodes alone: no prefill was left out for want of rows.
-            records = room.engine._lifecycle.records
+            records = room.engine._lifecycle.requests.records
             assert not any(records[name].is_prefill for name in waiting)
 
     Workload(arrivals, room).run(watch)
@@ -183,7 +184,7 @@ def test_a_waiting_request_is_overtaken_a_bounded_number_of_times(
         for deferral in plan.deferrals:
             if deferral.reason is DeferralReason.ROWS:
                 continue
-            record = room.engine._lifecycle.records[deferral.request_id]
+            record = room.engine._lifecycle.requests.records[deferral.request_id]
             newer = sum(submitted > record.submitted for submitted in admitted)
             overtaken[record.id] = overtaken.get(record.id, 0) + newer
             assert overtaken[record.id] <= most

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from engine_actor.weights.checkpoint import open_checkpoint
 from engine_actor.weights.gguf_blocks import STORABLE, as_stored
+from engine_actor.weights.opening import open_checkpoint
 from kernels import native
 from kernels.quantized_linear import QuantizedLinear
 from tests.support import tiny_models

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import UnreadableModel, UnsupportedModel
-from engine_actor.weights.checkpoint import open_checkpoint
+from engine_actor.weights.opening import open_checkpoint
 from tests.support import tiny_models
 
 
