@@ -20,8 +20,8 @@ class ActorOptions:
     kv_memory             the KV pool: bytes if > 1, else the share of the memory that is free at start
     max_model_len         longest sequence; None: the model's own context
     max_batch_size        rows in one step
-    max_sessions          resident conversations, running or dormant
-    session_ttl_seconds   a conversation idle for longer is dropped from memory; 0: never
+    max_sessions          resident sessions, running or dormant
+    session_ttl_seconds   a session idle for longer is dropped from memory; 0: never
     max_running_sequences choices of all turns that run at a time; None: max_batch_size, so that all are in every step
     max_queued_turns      turns that wait; more are refused with QUEUE_FULL. None: three for each of those that run
     max_turns_per_session turns of one session, the running one included; more are refused with SESSION_BUSY

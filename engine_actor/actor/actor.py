@@ -45,7 +45,7 @@ from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.sessions.deletions import RecentDeletions
 from engine_actor.sessions.table import Detokenize, SessionTable
 from engine_actor.stopwatch import Stopwatch
-from engine_actor.turns.hold_times import LEAST_SECONDS
+from engine_actor.turns.hold_times import LEAST_WAIT_SECONDS
 from engine_actor.turns.turn import Delivery, Turn
 from engine_actor.turns.waiting_room import TurnLimits
 
@@ -211,7 +211,9 @@ class EngineActor:
             yield grammar
             return
         if not self._accepting or owner is None or not owner.post(lambda: owner.submit(turn)):
-            yield TurnRefused(RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=LEAST_SECONDS)
+            yield TurnRefused(
+                RefusalCode.UNAVAILABLE, "this replica takes no new turns", retry_after=LEAST_WAIT_SECONDS
+            )
             return
         self._count_open(1)
         try:
@@ -272,7 +274,7 @@ class EngineActor:
         return await self._on_owner(lambda loop: loop.sessions.infos(owner))
 
     async def dormant_sessions(self) -> list[MovedSession]:
-        """All conversations that no turn is using, for another replica to `adopt`; without their KV caches."""
+        """All sessions that no turn is using, for another replica to `adopt`; without their KV caches."""
         return await self._on_owner(lambda loop: loop.sessions.dormant())
 
     async def take_along(self, owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
@@ -282,7 +284,7 @@ class EngineActor:
         return await self._on_owner(lambda loop: loop.sessions.take_along(key, most_bytes))
 
     async def adopt(self, moved: MovedSession) -> bool:
-        """Takes over a conversation of another replica; False if it is known or was deleted here."""
+        """Takes over a session of another replica; False if it is known or was deleted here."""
         if session_key(moved.owner, moved.session_id) in self._deletions:
             return False
         return await self._on_owner(lambda loop: loop.sessions.adopt(moved))

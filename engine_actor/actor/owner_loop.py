@@ -167,7 +167,7 @@ class OwnerLoop:
             return
         self._begin_waiting()  # a command before this one may have made room
         of_session = self.sessions.open_turns(turn.request)
-        if (refusal := self.waiting.refusal(turn, self._places_taken(), of_session)) is not None:
+        if (refusal := self.waiting.refusal(turn, self._sequences_running(), of_session)) is not None:
             self._refuse(turn, *refusal)
             return
         self.waiting.enter(turn, self.sessions.open(turn.request))
@@ -180,8 +180,8 @@ class OwnerLoop:
         turn.over = True
         if not turn.choices:
             self.waiting.leave(turn)
-            if turn.conversation is not None:
-                self.sessions.forget_if_empty(turn.conversation)
+            if turn.session is not None:
+                self.sessions.forget_if_empty(turn.session)
         for choice in list(turn.choices):
             if choice.stays:
                 # Its terminal event is drained in the next round, which then starts the next turn of the session.
@@ -192,13 +192,13 @@ class OwnerLoop:
     def close_session(self, key: str) -> bool:
         """Drops a session. Its running turn ends as failed; turns that wait start anew, without its history, and keep
         their places."""
-        conversation = self.sessions.close(key)
-        if conversation is None:
+        session = self.sessions.close(key)
+        if session is None:
             return False
-        for turn in {choice.turn for choice in self._running.values() if choice.turn.conversation is conversation}:
+        for turn in {choice.turn for choice in self._running.values() if choice.turn.session is session}:
             for choice in list(turn.choices):
                 self._end(choice, EndReason.FAILED, 0, "the session was deleted")
-        for waiting in self.waiting.of_session(conversation):
+        for waiting in self.waiting.of_session(session):
             self.waiting.follow(waiting, self.sessions.open(waiting.request))
         return True
 
@@ -219,15 +219,15 @@ class OwnerLoop:
 
     def _begin_waiting(self) -> None:
         """In their order, while there are places."""
-        while (turn := self.waiting.next(self._places_taken())) is not None:
+        while (turn := self.waiting.next(self._sequences_running())) is not None:
             self._begin(turn)
 
-    def _places_taken(self) -> int:
-        return sum(choice.places for choice in self._running.values())
+    def _sequences_running(self) -> int:
+        return sum(choice.sequences for choice in self._running.values())
 
     def _begin(self, turn: Turn) -> None:
         try:
-            begun = self.sessions.begin(turn.request, turn.conversation)
+            begun = self.sessions.begin(turn.request, turn.session)
         except ContextLengthExceeded as error:
             length = error.current + error.added
             self._refuse(turn, RefusalCode.CONTEXT_LENGTH, str(error), length, error.limit)
@@ -246,8 +246,8 @@ class OwnerLoop:
             accepted = TurnAccepted(self._replica, begun.prompt_tokens, begun.cached_tokens, begun.own_tokens)
             self._send(turn, accepted)
             return
-        if turn.conversation is not None:
-            self.sessions.forget_if_empty(turn.conversation)
+        if turn.session is not None:
+            self.sessions.forget_if_empty(turn.session)
 
     def _run_choice(self, choice: Choice) -> None:
         choice.turn.choices.append(choice)
@@ -283,7 +283,7 @@ class OwnerLoop:
 
     def _finish(self, choice: Choice, event: EngineEvent) -> None:
         assert event.usage is not None
-        conversation, usage = choice.turn.conversation, event.usage
+        session, usage = choice.turn.session, event.usage
         reason = EndReason.FAILED
         if event.finish_reason in _STOP:
             reason = EndReason.STOP
@@ -294,8 +294,8 @@ class OwnerLoop:
         generated = usage.generated_tokens
         self._end(choice, reason, generated, event.message, cached, resumable=gone, bad_grammar=bad_grammar)
         if choice.stays:
-            assert conversation is not None
-            self.sessions.ended(conversation)
+            assert session is not None
+            self.sessions.ended(session)
 
     def _end(
         self,
@@ -319,7 +319,7 @@ class OwnerLoop:
     def _drop(self, choice: Choice) -> None:
         choice.turn.choices.remove(choice)
         del self._running[choice.begun.request.id]
-        self.waiting.note_place(self._clock() - choice.turn.begun_at)
+        self.waiting.note_hold(self._clock() - choice.turn.begun_at)
         if not choice.stays:
             choice.begun.request.close()
 

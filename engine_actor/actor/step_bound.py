@@ -15,7 +15,7 @@ FIRST_STEPS = 8
 # A full step of a long context costs a few times what one of a short context does, and so does one on a busy machine.
 TIMES_THE_PACE = 10.0
 # What a step that is not like the others may need, such as one that compiles something.
-LEAST_SECONDS = 10.0
+LEAST_BOUND_SECONDS = 10.0
 _KEPT = 0.9
 
 
@@ -43,4 +43,4 @@ class StepBound:
             self._pace = max(pace, _KEPT * self._pace)
         self._tokens = max(self._tokens, report.tokens)
         expected = self._pace * self._full_step_tokens
-        self.seconds = min(self._most_seconds, max(LEAST_SECONDS, TIMES_THE_PACE * expected))
+        self.seconds = min(self._most_seconds, max(LEAST_BOUND_SECONDS, TIMES_THE_PACE * expected))

@@ -332,7 +332,7 @@ class Engine:
         self.metrics.decode_tokens += plan.token_count - prefill - plan.draft_tokens
         self.metrics.draft_tokens += plan.draft_tokens
         self.metrics.accepted_draft_tokens += step.accepted_drafts
-        self.metrics.adopted_tokens += sum(row.demand.committed for row in plan.rows if row.demand.new)
+        self.metrics.adopted_tokens += sum(row.demand.num_computed_tokens for row in plan.rows if row.demand.new)
 
     def _report(self, plan: StepPlan, outcome: StepOutcome, started: float, decoder_seconds: float = 0.0) -> None:
         self.last_report = StepReport(
@@ -359,9 +359,9 @@ class Engine:
             "blocks_idle": cache.idle,
             "residents": cache.residents,
             "requests": len(requests.records),
-            "running": sum(record.status is RequestStatus.ACTIVE for record in with_turns),
-            "waiting": sum(record.status is RequestStatus.ASSIGNED for record in with_turns),
-            "tokens_due": sum(record.history.length - record.processed for record in with_turns),
+            "running": sum(record.status is RequestStatus.RUNNING for record in with_turns),
+            "waiting": sum(record.status is RequestStatus.WAITING for record in with_turns),
+            "tokens_due": sum(record.history.length - record.num_computed_tokens for record in with_turns),
             "pending_events": len(self._events),
             "grammars_compiled": self.grammars.compiled,
             "grammars_reused": self.grammars.reused,
@@ -369,7 +369,7 @@ class Engine:
 
     def active_blocks(self) -> int:
         """Blocks that running requests hold, shared ones counted once; those of dormant requests are only a cache."""
-        active = (record for record in self._lifecycle.requests.running() if record.status is RequestStatus.ACTIVE)
+        active = (record for record in self._lifecycle.requests.running() if record.status is RequestStatus.RUNNING)
         tables = (self._cache.table(record.id) for record in active)
         return len({block for table in tables if table is not None for block in table.blocks})
 

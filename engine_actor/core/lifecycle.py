@@ -91,7 +91,7 @@ class Lifecycle:
             raise InvalidCall("a closed request cannot begin a turn")
         self._check_own(record)
         self.reclaim_abandoned()
-        if record.status not in (RequestStatus.UNASSIGNED, RequestStatus.TURN_COMPLETE):
+        if record.status not in (RequestStatus.NEW, RequestStatus.IDLE):
             raise InvalidCall(f"turn {record.turn_id} is still running")
         if record.pending_events:
             raise InvalidCall(f"{record.pending_events} events of turn {record.turn_id} are not drained yet")
@@ -101,12 +101,12 @@ class Lifecycle:
         self._check_options(record, len(added), options)
         guide = None if options.guidance is None else self._grammars.cursor(options.guidance)
         self._append(record, added)
-        record.status = RequestStatus.ASSIGNED
+        record.status = RequestStatus.WAITING
         record.turn_id += 1
         record.turn_options = options
         record.turn_prompt_tokens = len(added)
         record.turn_generated = options.resumed_tokens
-        record.cached_tokens = record.processed
+        record.cached_tokens = record.num_computed_tokens
         record.prompt_boundary = length = record.history.length
         limit = options.max_generated_tokens
         begin = length - options.resumed_tokens  # of the answer
@@ -125,9 +125,9 @@ class Lifecycle:
 
     def cancel_turn(self, record: RequestRecord, turn_id: int) -> bool:
         self.check_call()
-        if record.status in (RequestStatus.UNASSIGNED, RequestStatus.CLOSED):
+        if record.status in (RequestStatus.NEW, RequestStatus.CLOSED):
             raise InvalidCall(f"there is no turn to cancel: the request is {record.status.value}")
-        if not record.executable or turn_id != record.turn_id:
+        if not record.has_turn or turn_id != record.turn_id:
             return False
         self.finish_turn(record, FinishReason.CANCELLED)
         return True
@@ -146,7 +146,7 @@ class Lifecycle:
 
     def rewind(self, record: RequestRecord, length: int) -> None:
         self.check_call()
-        if record.status is not RequestStatus.TURN_COMPLETE or record.pending_events:
+        if record.status is not RequestStatus.IDLE or record.pending_events:
             raise InvalidCall("rewind needs a complete turn whose events are drained")
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= record.history.length:
             raise InvalidOption("length", length, f"an integer from 0 to {record.history.length}")
@@ -155,16 +155,16 @@ class Lifecycle:
         if length == 0:
             if self.cache.table(record.id) is not None:
                 self.cache.remove(record.id)
-            record.processed = 0
+            record.num_computed_tokens = 0
         elif self.cache.table(record.id) is not None:
-            record.processed = self.cache.truncate(record.id, length)
+            record.num_computed_tokens = self.cache.truncate(record.id, length)
         record.history.truncate(length)
 
     def fork(self, record: RequestRecord, length: int | None = None) -> Request:
         self.check_call()
-        if record.status not in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE):
+        if record.status not in (RequestStatus.RUNNING, RequestStatus.IDLE):
             raise InvalidCall(f"a request that is {record.status.value} cannot be forked")
-        if record.processed == 0:
+        if record.num_computed_tokens == 0:
             raise InvalidCall("a request of which nothing was computed cannot be forked")
         length = record.history.length if length is None else length
         require_integer("length", length, 1, record.history.length)
@@ -174,11 +174,11 @@ class Lifecycle:
         twin = child._record
         twin.history.extend(record.history.ids[:length])
         # The last token of the child is computed again, so that its logits exist (F346).
-        twin.processed = min(record.processed, length - 1)
-        if twin.processed:
-            twin.processed = self.cache.fork(record.id, twin.id, twin.processed)
+        twin.num_computed_tokens = min(record.num_computed_tokens, length - 1)
+        if twin.num_computed_tokens:
+            twin.num_computed_tokens = self.cache.fork(record.id, twin.id, twin.num_computed_tokens)
             self.requests.settle(twin)
-        twin.status = RequestStatus.TURN_COMPLETE
+        twin.status = RequestStatus.IDLE
         return child
 
     def close(self, record: RequestRecord) -> None:
@@ -197,7 +197,7 @@ class Lifecycle:
         self.requests.rest(record)
         record.drafts = ()
         record.guide = None
-        record.status = RequestStatus.TURN_COMPLETE
+        record.status = RequestStatus.IDLE
         record.finish_reason = reason
         flags = EventFlags.TURN_FINISHED
         if reason is FinishReason.FAILED:
@@ -217,10 +217,10 @@ class Lifecycle:
     def preempt(self, record: RequestRecord) -> None:
         """Takes the memory of a running request; its tokens stay, and it is computed again from the queue's front."""
         self.cache.remove(record.id)
-        record.processed = 0
+        record.num_computed_tokens = 0
         record.drafts = ()
         record.prompt_boundary = record.history.length
-        record.status = RequestStatus.ASSIGNED
+        record.status = RequestStatus.WAITING
         record.preemptions += 1
         record.match_cache = None
         self.requests.wait(record, first=True)
@@ -261,7 +261,7 @@ class Lifecycle:
             raise InvalidCall("this decoder verifies no drafts")
         if count > self.max_draft_tokens:
             raise InvalidOption("tokens", count, f"at most {self.max_draft_tokens} drafts")
-        if record.status is not RequestStatus.ACTIVE or record.is_prefill:
+        if record.status is not RequestStatus.RUNNING or record.is_prefill:
             raise InvalidCall("drafts need a turn whose prompt is processed and that still generates")
         if not options.sampling.greedy or options.sampling.reshapes or options.guidance is not None:
             raise InvalidCall("drafts need greedy decoding without penalties, biases and guidance")
@@ -322,4 +322,4 @@ class Lifecycle:
         record.status = RequestStatus.CLOSED
         record.history = TokenHistory()
         record.guide = None
-        record.processed = 0
+        record.num_computed_tokens = 0

@@ -37,13 +37,13 @@ class Mover:
         self._lifecycle.check_call()
         manifest, size = self._decoder.manifest, self._cache.block_size
         table = self._cache.table(record.id)
-        dormant = record.status is RequestStatus.TURN_COMPLETE and record.processed > 0
+        dormant = record.status is RequestStatus.IDLE and record.num_computed_tokens > 0
         if table is None or not dormant or not manifest.blocks_can_move or self._lifecycle.fatal is not None:
             return None
-        blocks = table.blocks[: blocks_for(record.processed, size)]
+        blocks = table.blocks[: blocks_for(record.num_computed_tokens, size)]
         if len(blocks) * manifest.paged.block_bytes(size) > most_bytes:
             return None
-        return KvBlocks(self._fingerprint, record.processed, self._decoder.read_blocks(blocks))
+        return KvBlocks(self._fingerprint, record.num_computed_tokens, self._decoder.read_blocks(blocks))
 
     def restore(self, tokens: Sequence[int], kv: KvBlocks, options: RequestOptions) -> Request | None:
         """None where the cache is of another kind, or where there is no room for it now."""
@@ -70,9 +70,9 @@ class Mover:
             reservation.commit([positions])
             undo.pop_all()
         record.history.extend(tokens)
-        record.processed = positions
+        record.num_computed_tokens = positions
         self._lifecycle.requests.settle(record)
-        record.status = RequestStatus.TURN_COMPLETE
+        record.status = RequestStatus.IDLE
         self._cache.index_full_blocks(record.id, options.salt, record.history.ids, len(adopted) * size)
         return request
 

@@ -54,14 +54,15 @@ class Phase(IntEnum):
 @dataclass(slots=True)
 class StagedRow:
     """What a row becomes. `appended` are the tokens that join the sequence: none after a partial prefill, one after a
-    decode, more where drafts were accepted; never EOS and stop tokens (F028). `boundary`: positions then valid.
+    decode, more where drafts were accepted; never EOS and stop tokens (F028). `num_computed_tokens`:
+    positions then valid.
 
-        positions   [0 .. whole)[whole .. boundary)[boundary .. target)
+        positions   [0 .. length)[length .. num_computed)[num_computed .. target)
                      sequence    accepted drafts     rejected, to be written again (C30)
     """
 
     row: PlannedRow
-    boundary: int
+    num_computed_tokens: int
     appended: Sequence[int] = ()
     finish: FinishReason | None = None
     logprobs: Sequence[TokenLogprob] = ()
@@ -145,7 +146,7 @@ class StepTransaction:
     @property
     def accepted_drafts(self) -> int:
         drafted = (staged for staged in self._staged if staged.row.drafts)
-        return sum(staged.boundary + len(staged.row.drafts) - staged.row.demand.target for staged in drafted)
+        return sum(staged.num_computed_tokens + len(staged.row.drafts) - staged.row.demand.target for staged in drafted)
 
     def publish_events(self) -> None:
         self._lifecycle.events.publish(self._queue_after, self._events)
@@ -177,7 +178,7 @@ class StepTransaction:
     # -- one row ------------------------------------------------------------------------------------------------------
 
     def _boundaries(self) -> list[int]:
-        return [staged.boundary for staged in self._staged]
+        return [staged.num_computed_tokens for staged in self._staged]
 
     def _sample_rows(self) -> list[SampleRow]:
         """One for each row of wanted logits."""
@@ -285,14 +286,14 @@ class StepTransaction:
 
     def _cached_tokens(self, row: PlannedRow) -> int:
         """Input positions of this turn that were found in the cache; fixed by the turn's first step."""
-        return row.record.cached_tokens if row.record.admitted else row.demand.committed
+        return row.record.cached_tokens if row.record.admitted else row.demand.num_computed_tokens
 
     def _publish(self, staged: StagedRow) -> None:
         row, record = staged.row, staged.row.record
         if not record.admitted:
-            record.cached_tokens = row.demand.committed
+            record.cached_tokens = row.demand.num_computed_tokens
             record.admitted = True
-        record.processed = staged.boundary
+        record.num_computed_tokens = staged.num_computed_tokens
         record.drafts = ()
         history = record.history
         for token in staged.appended:
@@ -305,10 +306,10 @@ class StepTransaction:
             requests.settle(record)
         record.finish_reason = staged.finish
         if staged.finish is None:
-            record.status = RequestStatus.ACTIVE
+            record.status = RequestStatus.RUNNING
         else:
             requests.rest(record)
-            record.status, record.guide = RequestStatus.TURN_COMPLETE, None
+            record.status, record.guide = RequestStatus.IDLE, None
 
     # -- after the step -----------------------------------------------------------------------------------------------
 
@@ -318,9 +319,9 @@ class StepTransaction:
         size = cache.block_size
         for staged in self._staged:
             record: RequestRecord = staged.row.record
-            before = staged.row.demand.committed
+            before = staged.row.demand.num_computed_tokens
             if staged.finish is FinishReason.FAILED:
                 cache.remove(record.id)
-                record.processed = 0
-            elif staged.boundary // size > before // size:
+                record.num_computed_tokens = 0
+            elif staged.num_computed_tokens // size > before // size:
                 cache.index_full_blocks(record.id, record.options.salt, record.history.ids, before)

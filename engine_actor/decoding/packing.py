@@ -75,7 +75,7 @@ class StepPacker:
         input_ids: list[int] = []
         wanted: list[int] = []
         for row in rows:
-            ids, past_length = row.record.history.ids, row.demand.committed
+            ids, past_length = row.record.history.ids, row.demand.num_computed_tokens
             if row.count == 1:  # nearly always
                 input_ids.append(ids[past_length])
             else:
@@ -86,7 +86,7 @@ class StepPacker:
             elif row.samples:
                 wanted.append(row.offset + row.count - 1)
         counts = np.array([row.count for row in rows], np.int32)
-        past = np.array([row.demand.committed for row in rows], np.int32)
+        past = np.array([row.demand.num_computed_tokens for row in rows], np.int32)
         cumulative = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=cumulative[1:])
         # Position of a packed token: past of its row + its offset in the row.

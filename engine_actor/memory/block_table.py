@@ -2,7 +2,8 @@
 
 blocks     [0 ........ count) [count ...... len)
              committed          reserved by the live step, if there is one
-positions  [0 .. committed)  valid KV rows   [committed .. count * B)  room that the request owns already
+positions  [0 .. num_computed_tokens)          valid KV rows
+           [num_computed_tokens .. count * B)  room that the request owns already
 """
 
 from __future__ import annotations
@@ -31,11 +32,21 @@ class BlockTable:
     prefix index's entry for the last block that was offered to it. `changes` moves whenever the boundary or the epoch
     is set: whoever compares it knows of every change without looking at a table."""
 
-    __slots__ = ("_changes", "_committed", "_epoch", "block_size", "blocks", "count", "forked", "indexed", "resident")
+    __slots__ = (
+        "_changes",
+        "_epoch",
+        "_num_computed_tokens",
+        "block_size",
+        "blocks",
+        "count",
+        "forked",
+        "indexed",
+        "resident",
+    )
 
     def __init__(self, block_size: int, changes: Changes | None = None) -> None:
         self._changes = changes or Changes()
-        self._committed = 0
+        self._num_computed_tokens = 0
         self._epoch = 0
         self.block_size = block_size
         self.blocks: list[int] = []
@@ -45,12 +56,12 @@ class BlockTable:
         self.resident = False
 
     @property
-    def committed(self) -> int:
-        return self._committed
+    def num_computed_tokens(self) -> int:
+        return self._num_computed_tokens
 
-    @committed.setter
-    def committed(self, positions: int) -> None:
-        self._committed = positions
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, positions: int) -> None:
+        self._num_computed_tokens = positions
         self._changes.count += 1
 
     @property
@@ -69,12 +80,12 @@ class BlockTable:
     def used_slots(self) -> list[int]:
         """Valid rows in each committed block, in table order."""
         size = self.block_size
-        return [max(0, min(size, self.committed - i * size)) for i in range(self.count)]
+        return [max(0, min(size, self.num_computed_tokens - i * size)) for i in range(self.count)]
 
     def check_integrity(self, name: object) -> None:
         if not 0 <= self.count <= len(self.blocks):
             raise ContractViolation(f"request {name}: {self.count} committed blocks of {len(self.blocks)}")
-        if self.committed > self.count * self.block_size:
-            raise ContractViolation(f"request {name}: {self.committed} positions in {self.count} blocks")
+        if self.num_computed_tokens > self.count * self.block_size:
+            raise ContractViolation(f"request {name}: {self.num_computed_tokens} positions in {self.count} blocks")
         if len(set(self.blocks)) != len(self.blocks):
             raise ContractViolation(f"request {name}: a block is listed twice in {self.blocks}")

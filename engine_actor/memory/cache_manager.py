@@ -90,10 +90,10 @@ class CacheManager:
             return f"{positions} tokens need {need} table columns, a captured graph has {self.max_columns}"
         return f"{positions} tokens need {need} blocks, the pool has {self.pool.usable}"
 
-    def cost_of_new(self, whole: int, adopted: Sequence[int]) -> int:
+    def cost_of_new(self, length: int, adopted: Sequence[int]) -> int:
         """How far `available` falls if this row is reserved: blocks to issue, and idle ones that it adopts."""
         idle = sum(self.pool.is_idle(block) for block in adopted)
-        return blocks_for(whole, self.block_size) - len(adopted) + idle
+        return blocks_for(length, self.block_size) - len(adopted) + idle
 
     @property
     def available(self) -> int:
@@ -142,7 +142,7 @@ class CacheManager:
         table = self.paged.table(request_id)
         if self.index is None or table is None:
             return
-        first, full = before // self.block_size, table.committed // self.block_size
+        first, full = before // self.block_size, table.num_computed_tokens // self.block_size
         if full > first:
             last = full * self.block_size - 1
             assert self.is_committed_row(request_id, last), f"position {last} of request {request_id} is not valid"
@@ -167,8 +167,8 @@ class CacheManager:
             return kept
         table = self.paged.table(request_id)
         assert table is not None
-        if positions >= table.committed:
-            return table.committed
+        if positions >= table.num_computed_tokens:
+            return table.num_computed_tokens
         self.remove(request_id)
         return 0
 
@@ -181,7 +181,7 @@ class CacheManager:
         if self.states is not None:
             table = self.paged.table(parent_id)
             assert table is not None
-            if positions != table.committed:
+            if positions != table.num_computed_tokens:
                 return 0
             self.states.fork(parent_id, child_id)
         return self.paged.fork(parent_id, child_id, positions)
@@ -190,7 +190,7 @@ class CacheManager:
         self.paged.check_integrity()
         if self.states is not None:
             self.states.check_integrity()
-            paged = {name: table.committed for name, table in self.paged.tables()}
+            paged = {name: table.num_computed_tokens for name, table in self.paged.tables()}
             if paged != self.states.owners():
                 raise ContractViolation(f"blocks are valid up to {paged}, states up to {self.states.owners()}")
         if self.windows is not None:

@@ -23,14 +23,14 @@ from engine_actor.memory.reservation import RowDemand
 
 
 class StateTable:
-    """One request's slots; `committed`: tokens that the state in `slot` has seen."""
+    """One request's slots; `num_computed_tokens`: tokens that the state in `slot` has seen."""
 
-    __slots__ = ("committed", "reserved", "slot")
+    __slots__ = ("num_computed_tokens", "reserved", "slot")
 
     def __init__(self) -> None:
         self.slot = 0
         self.reserved = 0
-        self.committed = 0
+        self.num_computed_tokens = 0
 
 
 class FixedStates:
@@ -51,7 +51,7 @@ class FixedStates:
 
     def owners(self) -> dict[int, int]:
         """Requests with the position of their committed state."""
-        return {request_id: table.committed for request_id, table in self._tables.items() if table.slot}
+        return {request_id: table.num_computed_tokens for request_id, table in self._tables.items() if table.slot}
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -62,10 +62,10 @@ class FixedStates:
             raise ContractViolation("a second reservation of states while one is live")
         for demand in demands:
             table = self._tables.get(demand.request_id)
-            at = 0 if table is None else table.committed
-            if demand.committed != at or demand.new is not (table is None):
+            at = 0 if table is None else table.num_computed_tokens
+            if demand.num_computed_tokens != at or demand.new is not (table is None):
                 raise ContractViolation(
-                    f"request {demand.request_id} starts at {demand.committed}, its state is at {at}"
+                    f"request {demand.request_id} starts at {demand.num_computed_tokens}, its state is at {at}"
                 )
         slots = self.pool.allocate(len(demands))
         tables = []
@@ -99,7 +99,7 @@ class FixedStates:
         assert self._live is None and child_id not in self._tables
         parent, child = self._tables[parent_id], StateTable()
         self.pool.pin(parent.slot)
-        child.slot, child.committed = parent.slot, parent.committed
+        child.slot, child.num_computed_tokens = parent.slot, parent.num_computed_tokens
         self._tables[child_id] = child
 
     def check_integrity(self) -> None:
@@ -145,7 +145,7 @@ class StateReservation:
         """After `validate`: the new slots are the states, the old ones go back."""
         for demand, table in zip(self._demands, self._tables, strict=True):
             old, table.slot, table.reserved = table.slot, table.reserved, 0
-            table.committed = demand.target
+            table.num_computed_tokens = demand.target
             if old:
                 self._states.pool.free([old])
         self._states.end_reservation(self)

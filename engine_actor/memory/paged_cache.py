@@ -65,7 +65,7 @@ class PagedCache:
         """Whether the keys and values of a position may be read as valid: the request is resident and owns the block,
         the position is committed, and no copy that fills the block is still to be made (F354)."""
         table = self.table(request_id)
-        if table is None or not 0 <= position < table.committed:
+        if table is None or not 0 <= position < table.num_computed_tokens:
             return False
         at = position // self.block_size
         if not self.pool.owner_count(table.blocks[at]):
@@ -83,7 +83,7 @@ class PagedCache:
         """The next write goes into a partly filled block that somebody else holds too (C17: only then it is copied)."""
         if not table.forked:
             return False
-        at, offset = divmod(table.committed, self.block_size)
+        at, offset = divmod(table.num_computed_tokens, self.block_size)
         return offset != 0 and self.pool.owner_count(table.blocks[at]) > 1
 
     def growth(self, table: BlockTable, positions: int) -> int:
@@ -94,7 +94,7 @@ class PagedCache:
 
     def blocks_to_add(self, demand: RowDemand) -> int:
         """As `growth`, for a new row too, which brings the blocks that it adopts."""
-        positions = max(demand.whole, demand.target)
+        positions = max(demand.length, demand.target)
         table = self.table(demand.request_id)
         if table is None:
             return blocks_for(positions, self.block_size) - len(demand.adopted)
@@ -141,7 +141,7 @@ class PagedCache:
             if not need:
                 return row
             if self.must_copy_tail(table):
-                row.tail = table.committed // self.block_size
+                row.tail = table.num_computed_tokens // self.block_size
                 row.copy = (table.blocks[row.tail], next(fresh))
                 table.blocks[row.tail] = row.copy[1]
                 table.epoch += 1
@@ -157,12 +157,12 @@ class PagedCache:
             raise ContractViolation(
                 f"request {name} is marked {'new but is resident' if demand.new else 'resident but is not'}"
             )
-        valid = len(demand.adopted) * self.block_size if table is None else table.committed
-        if demand.committed != valid:
-            raise ContractViolation(f"request {name}: plan says {demand.committed}, table {valid}")
+        valid = len(demand.adopted) * self.block_size if table is None else table.num_computed_tokens
+        if demand.num_computed_tokens != valid:
+            raise ContractViolation(f"request {name}: plan says {demand.num_computed_tokens}, table {valid}")
         if demand.target < valid:
             raise ContractViolation(f"request {name}: target {demand.target} < committed {valid}")
-        positions = demand.whole if demand.whole > demand.target else demand.target
+        positions = demand.length if demand.length > demand.target else demand.target
         if table is None:
             return blocks_for(positions, self.block_size) - len(demand.adopted)
         if demand.adopted:
@@ -198,7 +198,7 @@ class PagedCache:
         """
         self._refuse_during_step()
         table = self._tables[request_id]
-        kept = min(positions, table.committed)
+        kept = min(positions, table.num_computed_tokens)
         if kept % self.block_size and self.pool.owner_count(table.blocks[kept // self.block_size]) > 1:
             kept -= kept % self.block_size
         keep_blocks = blocks_for(kept, self.block_size)
@@ -206,7 +206,7 @@ class PagedCache:
         del table.blocks[keep_blocks:]
         self.pool.free(surplus[::-1])
         table.count = keep_blocks
-        table.committed = kept
+        table.num_computed_tokens = kept
         table.indexed = None
         table.epoch += 1
         return kept
@@ -219,7 +219,7 @@ class PagedCache:
         """
         self._refuse_during_step()
         parent = self._tables[parent_id]
-        assert 0 < positions <= parent.committed and child_id not in self._tables
+        assert 0 < positions <= parent.num_computed_tokens and child_id not in self._tables
         if positions % self.block_size and self.pool.is_indexed(parent.blocks[positions // self.block_size]):
             positions -= positions % self.block_size
         child = BlockTable(self.block_size, self._changes)
@@ -228,7 +228,7 @@ class PagedCache:
             child.blocks.append(block)
         child.forked = parent.forked = True
         child.count = len(child.blocks)
-        child.committed = positions
+        child.num_computed_tokens = positions
         child.resident = True
         self._tables[child_id] = child
         return positions
@@ -260,5 +260,5 @@ class PagedCache:
                 raise ContractViolation(f"request {request_id}: its last block has other owners, and it is no fork")
 
     def _shares_unmarked_tail(self, table: BlockTable) -> bool:
-        at, offset = divmod(table.committed, self.block_size)
+        at, offset = divmod(table.num_computed_tokens, self.block_size)
         return offset != 0 and not table.forked and self.pool.owner_count(table.blocks[at]) > 1

@@ -37,17 +37,17 @@ class ReservedCache(Protocol):
 class RowDemand:
     """What one row of a step needs. Not frozen only because a frozen one takes three times as long to make.
 
-    committed  positions that are valid before the step (for a new row: those of the adopted blocks)
+    num_computed_tokens  positions that are valid before the step (for a new row: those of the adopted blocks)
     target     positions that will be written up to
-    whole      length of the whole sequence; blocks for all of it are taken at its first chunk (C04)
+    length     of the whole sequence; blocks for all of it are taken at its first chunk (C04)
     adopted    full blocks of an equal prefix, shared with the index; for new rows only
     """
 
     request_id: int
     new: bool
-    committed: int
+    num_computed_tokens: int
     target: int
-    whole: int
+    length: int
     adopted: tuple[int, ...] = ()
 
 
@@ -90,9 +90,10 @@ class Reservation:
             raise ContractViolation(f"{len(committed)} boundaries for {len(self.rows)} rows")
         for row, boundary in zip(self.rows, committed, strict=True):
             demand = row.demand
-            if not demand.committed <= boundary <= demand.target:
+            if not demand.num_computed_tokens <= boundary <= demand.target:
                 raise ContractViolation(
-                    f"request {demand.request_id}: {boundary} is outside [{demand.committed}, {demand.target}]"
+                    f"request {demand.request_id}: {boundary} is outside "
+                    f"[{demand.num_computed_tokens}, {demand.target}]"
                 )
 
     def commit(self, committed: Sequence[int]) -> None:
@@ -103,14 +104,14 @@ class Reservation:
         for row, boundary in zip(self.rows, committed, strict=True):
             table = row.table
             if len(table.blocks) > row.blocks_before:
-                keep = max(blocks_for(max(boundary, row.demand.whole), table.block_size), row.blocks_before)
+                keep = max(blocks_for(max(boundary, row.demand.length), table.block_size), row.blocks_before)
                 if keep < len(table.blocks):
                     surplus = table.blocks[keep:]
                     del table.blocks[keep:]
                     table.epoch += 1
                     self._cache.pool.free(surplus[::-1])
                 table.count = len(table.blocks)
-            table.committed = boundary
+            table.num_computed_tokens = boundary
             table.resident = True
             if row.copy:
                 self._drop_source(row)  # the forward pass has run, so the copy is complete

@@ -68,12 +68,12 @@ class WindowRings:
         if self._live is not None:
             raise ContractViolation("a second reservation of rings while one is live")
         for demand in demands:
-            if demand.target - demand.committed > self.cap:
+            if demand.target - demand.num_computed_tokens > self.cap:
                 raise ContractViolation(
-                    f"request {demand.request_id}: {demand.target - demand.committed} tokens in a step, "
+                    f"request {demand.request_id}: {demand.target - demand.num_computed_tokens} tokens in a step, "
                     f"its ring is for {self.cap}"
                 )
-            if demand.new is not (demand.request_id not in self._rings) or (demand.new and demand.committed):
+            if demand.new is not (demand.request_id not in self._rings) or (demand.new and demand.num_computed_tokens):
                 raise ContractViolation(f"request {demand.request_id} and its ring disagree about what was computed")
         new = [demand for demand in demands if demand.new]
         size = self.ring_size

@@ -1,8 +1,8 @@
 """The engine's own state of one sequence that lives through many turns.
 
-UNASSIGNED -- begin_turn --> ASSIGNED -- first step --> ACTIVE -- turn ends --> TURN_COMPLETE
-                                ^                                                    |
-                                +------------------- begin_turn ---------------------+
+NEW -- begin_turn --> WAITING -- first step --> RUNNING -- turn ends --> IDLE
+                         ^                                                |
+                         +------------------ begin_turn ------------------+
 every state -- close --> CLOSED
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(StrEnum):
-    UNASSIGNED = "unassigned"
-    ASSIGNED = "assigned"
-    ACTIVE = "active"
-    TURN_COMPLETE = "turn_complete"
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    IDLE = "idle"
     CLOSED = "closed"
 
 
@@ -84,7 +84,7 @@ class TokenHistory:
 
 
 class RequestRecord:
-    """Counters follow PARITY C: tokens [0, processed) are in the KV cache, [processed, length) wait."""
+    """Tokens [0, num_computed_tokens) are in the KV cache, [num_computed_tokens, length) wait."""
 
     __slots__ = (
         "admitted",
@@ -99,13 +99,13 @@ class RequestRecord:
         "id",
         "match_cache",
         "max_total",
+        "num_computed_tokens",
         "options",
         "overtaken",
         "passed_over",
         "pending_events",
         "plain",
         "preemptions",
-        "processed",
         "prompt_boundary",
         "residency",
         "served",
@@ -122,9 +122,9 @@ class RequestRecord:
         self.options = options
         self.max_total = max_total
         self.history = TokenHistory()
-        self.processed = 0
+        self.num_computed_tokens = 0
         self.residency = 0  # order in which requests came to own memory
-        self.status = RequestStatus.UNASSIGNED
+        self.status = RequestStatus.NEW
         self.turn_id = 0
         self.turn_options = TurnOptions()
         self.turn_prompt_tokens = 0
@@ -154,12 +154,12 @@ class RequestRecord:
         return self.handle is None or self.handle() is None
 
     @property
-    def executable(self) -> bool:
-        return self.status is RequestStatus.ACTIVE or self.status is RequestStatus.ASSIGNED
+    def has_turn(self) -> bool:
+        return self.status is RequestStatus.RUNNING or self.status is RequestStatus.WAITING
 
     @property
     def is_prefill(self) -> bool:
-        return self.processed < self.prompt_boundary
+        return self.num_computed_tokens < self.prompt_boundary
 
     @property
     def tokens_left(self) -> int:

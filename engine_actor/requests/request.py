@@ -88,9 +88,9 @@ class Request:
         return self._record.history.length
 
     @property
-    def processed_length(self) -> int:
+    def num_computed_tokens(self) -> int:
         """Positions in the KV cache."""
-        return self._record.processed
+        return self._record.num_computed_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:

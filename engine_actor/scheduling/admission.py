@@ -45,8 +45,8 @@ class Admission:
 
     def consider(self, record: RequestRecord) -> None:
         table = self._table(record.id)
-        whole = record.history.length
-        if whole > self._longest:
+        length = record.history.length
+        if length > self._longest:
             self.selection.unserviceable.append(record)
         elif table is None and self._overtakes_left < 1:
             self.defer(record, DeferralReason.TURN)
@@ -55,18 +55,22 @@ class Admission:
         elif self._slots_left < 1:
             self.defer(record, DeferralReason.STATES)
         elif table is None:
-            self._consider_new(record, whole)
+            self._consider_new(record, length)
         else:
-            cost = self._growth(table, whole)
+            cost = self._growth(table, length)
             if cost > self.selection.blocks_left:
                 self._block(record, cost)
             else:
-                self._take(record, RowDemand(record.id, False, record.processed, record.processed + 1, whole), cost)
+                self._take(
+                    record,
+                    RowDemand(record.id, False, past := record.num_computed_tokens, past + 1, length),
+                    cost,
+                )
 
     def defer(self, record: RequestRecord, reason: DeferralReason) -> None:
         self.selection.deferrals.append(Deferral(record.id, reason))
 
-    def _consider_new(self, record: RequestRecord, whole: int) -> None:
+    def _consider_new(self, record: RequestRecord, length: int) -> None:
         if self._residents_left < 1:
             self.selection.deferrals.append(Deferral(record.id, DeferralReason.RESIDENTS, missing_slots=1))
             return
@@ -74,7 +78,7 @@ class Admission:
             self.defer(record, DeferralReason.WINDOWS)
             return
         adopted = self._match(record)
-        cost = self._cache.cost_of_new(whole, adopted)
+        cost = self._cache.cost_of_new(length, adopted)
         # A preempted request comes back only where the running ones can grow beside it, else it would be preempted
         # again at once; the more often it happened, the more room is asked for.
         headroom = record.preemptions * self._running
@@ -82,7 +86,7 @@ class Admission:
             self._block(record, cost + headroom)
             return
         start = len(adopted) * self._cache.block_size
-        self._take(record, RowDemand(record.id, True, start, start + 1, whole, adopted), cost)
+        self._take(record, RowDemand(record.id, True, start, start + 1, length, adopted), cost)
         self._residents_left -= 1
         self._rings_left -= 1
         self._overtakes_left -= 1

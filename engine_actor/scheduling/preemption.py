@@ -19,5 +19,5 @@ def choose_victim(running: Sequence[RequestRecord], max_preemptions: int) -> Req
     others = [record for record in running if record is not oldest]
     return min(
         others,
-        key=lambda record: (record.preemptions >= max_preemptions, record.processed, -record.submitted),
+        key=lambda record: (record.preemptions >= max_preemptions, record.num_computed_tokens, -record.submitted),
     )

@@ -117,7 +117,7 @@ class Scheduler:
         for record in candidates:
             if record.passed_over >= most_passed or record.overtaken >= most_overtaken:
                 overdue.append(record)
-            elif record.processed < record.prompt_boundary:
+            elif record.num_computed_tokens < record.prompt_boundary:
                 prefills.append(record)
             else:
                 decodes.append(record)
@@ -151,9 +151,9 @@ class Scheduler:
 
     def _want(self, record: RequestRecord, demand: RowDemand) -> int:
         """Tokens that a row could use in this step."""
-        if record.processed >= record.prompt_boundary:
+        if record.num_computed_tokens >= record.prompt_boundary:
             return 1
-        return min(demand.whole - demand.committed, self._longest_part)
+        return min(demand.length - demand.num_computed_tokens, self._longest_part)
 
     def _decode_share(self) -> int:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
@@ -167,14 +167,14 @@ class Scheduler:
         drafts = self._drafts(selection, self._config.max_scheduled_tokens - sum(counts))
         offset = 0
         for (record, demand), count, guesses in zip(selection.rows, counts, drafts, strict=True):
-            samples = demand.committed + count == demand.whole
-            prefill = record.processed < record.prompt_boundary
+            samples = demand.num_computed_tokens + count == demand.length
+            prefill = record.num_computed_tokens < record.prompt_boundary
             if prefill:
                 plan.prefill_tokens += count
             if guesses:
                 plan.draft_tokens += len(guesses)
                 count += len(guesses)
-            demand.target = demand.committed + count
+            demand.target = demand.num_computed_tokens + count
             plan.rows.append(PlannedRow(record, demand, count, offset, prefill, samples, guesses))
             offset += count
         plan.token_count = offset
@@ -187,9 +187,9 @@ class Scheduler:
         wants = []
         for record, demand in selection.rows:
             table = cache.table(record.id)
-            have = max(blocks_for(demand.whole, size), 0 if table is None else table.count) * size
-            room = cache.longest - demand.whole
+            have = max(blocks_for(demand.length, size), 0 if table is None else table.count) * size
+            room = cache.longest - demand.length
             usable = min(len(record.drafts), record.tokens_left, room, self._most_queries - 1)
-            wants.append(DraftWant(usable, have - demand.whole))
+            wants.append(DraftWant(usable, have - demand.length))
         given = share_drafts(wants, tokens, selection.blocks_left, size)
         return [record.drafts[:count] for (record, _), count in zip(selection.rows, given, strict=True)]

@@ -16,7 +16,7 @@ from engine_actor.requests.record import RequestRecord
 
 @dataclass(slots=True)
 class PlannedRow:
-    """One request's part: the next `count` tokens after `demand.committed` positions.
+    """One request's part: the next `count` tokens after `demand.num_computed_tokens` positions.
 
     offset       of its first token among the step's packed tokens (F093)
     prefill      its tokens are input, not the last sampled token
@@ -65,14 +65,14 @@ class StepPlan:
         offset = 0
         for row in self.rows:
             record, demand, count = row.record, row.demand, row.count
-            remaining = record.history.length - demand.committed
-            if not record.executable:
+            remaining = record.history.length - demand.num_computed_tokens
+            if not record.has_turn:
                 raise ContractViolation(f"request {record.id} is {record.status.value} and cannot run")
             if row.drafts:
                 remaining += len(row.drafts)
                 if row.prefill or count != remaining:
                     raise ContractViolation(f"request {record.id}: drafts do not follow the end of its sequence")
-            if not 1 <= count <= remaining or demand.target != demand.committed + count:
+            if not 1 <= count <= remaining or demand.target != demand.num_computed_tokens + count:
                 raise ContractViolation(f"request {record.id}: {count} tokens planned, {remaining} remain")
             if row.offset != offset:
                 raise ContractViolation(f"request {record.id}: its tokens start at {row.offset}, not at {offset}")

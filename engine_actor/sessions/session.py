@@ -1,4 +1,4 @@
-"""A conversation as a replica remembers it, and what of it a turn's prompt can use."""
+"""A session as a replica remembers it, and what of it a turn's prompt can use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one turn have diff
 
 @dataclass(slots=True)
 class Answer:
-    """Tokens [start, end) of a conversation are an answer: the client said so, and what its text's digest is, or they
+    """Tokens [start, end) of a session are an answer: the client said so, and what its text's digest is, or they
     were generated here, and the digest is computed when it is needed."""
 
     start: int
@@ -34,7 +34,7 @@ class WaitingTurn(Protocol):
 
 
 @dataclass(slots=True)
-class Conversation:
+class Session:
     """`request` is None once its memory was evicted; `tokens` then keeps the sequence. `waiting` holds its turns that
     have not begun, in order; they are in the owner loop's queue. `moved`: it came from another replica, and no turn has
     used it here."""

@@ -1,4 +1,4 @@
-"""Which conversation is resident, and what of it a new turn can use. Runs on the owner thread.
+"""Which session is resident, and what of it a new turn can use. Runs on the owner thread.
 
 A new turn comes as the whole rendered prompt. What is resident is kept as far as both agree:
 
@@ -36,11 +36,11 @@ from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.outcomes import Deferral
 from engine_actor.requests.record import RequestStatus
 from engine_actor.requests.request import Request
-from engine_actor.sessions.session import Answer, Conversation, common_prefix, options_of
+from engine_actor.sessions.session import Answer, Session, common_prefix, options_of
 
 Detokenize = Callable[[Sequence[int]], str]
 
-REMEMBERED_PER_SESSION = 4  # evicted conversations whose tokens are remembered, as a multiple of max_sessions
+REMEMBERED_PER_SESSION = 4  # evicted sessions whose tokens are remembered, as a multiple of max_sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class BegunTurn:
 
 
 class SessionTable:
-    """Conversations in order of last use, oldest first. At most `max_sessions` of them own memory."""
+    """Sessions in order of last use, oldest first. At most `max_sessions` of them own memory."""
 
     def __init__(
         self,
@@ -70,59 +70,59 @@ class SessionTable:
         self._ttl = ttl_seconds
         self._detokenize = detokenize
         self._clock = clock
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
-        # Counted since the start: conversations that lost their memory, by what it was needed for.
-        self.evictions = {"evicted_for_blocks": 0, "evicted_for_places": 0, "expired": 0}
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        # Counted since the start: sessions that lost their memory, by what it was needed for.
+        self.evictions = {"evicted_for_blocks": 0, "evicted_for_sessions": 0, "expired": 0}
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
-    def open(self, turn: TurnRequest) -> Conversation | None:
-        """The conversation of a turn, made if need be; None for an anonymous turn."""
+    def open(self, turn: TurnRequest) -> Session | None:
+        """The session of a turn, made if need be; None for an anonymous turn."""
         if turn.session_id is None:
             return None
         key = session_key(turn.owner, turn.session_id)
-        conversation = self._conversations.get(key)
-        if conversation is None:
+        session = self._sessions.get(key)
+        if session is None:
             self._forget_surplus(new=1)  # first, since all the others may be in use, and it is not yet
-            conversation = Conversation(key, turn.owner, turn.session_id, self._clock())
-            self._conversations[key] = conversation
-        self._conversations.move_to_end(key)
-        conversation.last_used = self._clock()
-        conversation.moved = False
-        return conversation
+            session = Session(key, turn.owner, turn.session_id, self._clock())
+            self._sessions[key] = session
+        self._sessions.move_to_end(key)
+        session.last_used = self._clock()
+        session.moved = False
+        return session
 
-    def begin(self, turn: TurnRequest, conversation: Conversation | None) -> BegunTurn:
-        """Begins a turn in the engine. Raises ContextLengthExceeded or InvalidOption; the conversation is then as it
+    def begin(self, turn: TurnRequest, session: Session | None) -> BegunTurn:
+        """Begins a turn in the engine. Raises ContextLengthExceeded or InvalidOption; the session is then as it
         was, except that its memory may be gone."""
         assert turn.choices == 1 or turn.resumed_tokens is None
         options = options_of(turn)
-        if conversation is None:
+        if session is None:
             request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
             return self._start(request, list(turn.prompt_ids), 0, options)
-        own_tokens = self._own_tokens(turn, conversation)
+        own_tokens = self._own_tokens(turn, session)
         turn = turn.with_own_tokens(own_tokens)
         prompt = list(turn.prompt_ids)
         if len(prompt) >= self._engine.max_length:
             raise ContextLengthExceeded(0, len(prompt), self._engine.max_length)
-        before = conversation.sequence()
+        before = session.sequence()
         agreed = common_prefix(before, prompt)
-        resident, keep = conversation.request, 0
+        resident, keep = session.request, 0
         if resident is not None:
             keep = min(agreed, len(prompt) - 1)
             resident.rewind(keep)
         else:
-            self._make_place()
+            self._make_room_for_one()
             resident = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
         try:
             begun = self._start(resident, prompt, keep, options)
         except Exception:
             resident.close()  # it has lost what comes after `keep`
-            conversation.request, conversation.tokens = None, before
+            session.request, session.tokens = None, before
             raise
-        conversation.request, conversation.tokens = resident, []
-        conversation.answers = [Answer(span.start, span.end, span.digest) for span in turn.spans]
-        conversation.answers.append(Answer(turn.prompt_tokens, len(prompt)))
-        conversation.running = True
+        session.request, session.tokens = resident, []
+        session.answers = [Answer(span.start, span.end, span.digest) for span in turn.spans]
+        session.answers.append(Answer(turn.prompt_tokens, len(prompt)))
+        session.running = True
         return replace(begun, own_tokens=own_tokens)
 
     def branch(self, turn: TurnRequest, begun: BegunTurn, choice: int) -> BegunTurn:
@@ -141,37 +141,37 @@ class SessionTable:
         try:
             turn_id = request.begin_turn(prompt[keep:], options)
         except Exception:
-            if request.status is RequestStatus.UNASSIGNED:
+            if request.status is RequestStatus.NEW:
                 request.close()
             raise
         prompt_tokens = len(prompt) - options.resumed_tokens
-        return BegunTurn(request, turn_id, prompt_tokens, min(request.processed_length, prompt_tokens))
+        return BegunTurn(request, turn_id, prompt_tokens, min(request.num_computed_tokens, prompt_tokens))
 
-    def ended(self, conversation: Conversation) -> None:
-        """The turn is complete and its events are drained: the conversation is dormant from now on."""
-        conversation.running = False
-        conversation.last_used = self._clock()
-        if conversation.request is not None and conversation.answers:
-            conversation.answers[-1].end = conversation.request.current_length
-            if conversation.answers[-1].end == conversation.answers[-1].start:
-                conversation.answers.pop()
+    def ended(self, session: Session) -> None:
+        """The turn is complete and its events are drained: the session is dormant from now on."""
+        session.running = False
+        session.last_used = self._clock()
+        if session.request is not None and session.answers:
+            session.answers[-1].end = session.request.current_length
+            if session.answers[-1].end == session.answers[-1].start:
+                session.answers.pop()
 
     def fork(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
-        """A second conversation that begins with all of the first one's, and shares its blocks. Where there is no place
+        """A second session that begins with all of the first one's, and shares its blocks. Where there is no place
         for one more resident, only its tokens are remembered, as those of an evicted one."""
-        source = self._conversations.get(session_key(owner, session_id))
+        source = self._sessions.get(session_key(owner, session_id))
         if source is None or not source.sequence():
             return ForkOutcome.UNKNOWN
         if source.open_turns:
             return ForkOutcome.RUNNING
         key = session_key(owner, new_session_id)
-        if key in self._conversations:
+        if key in self._sessions:
             return ForkOutcome.EXISTS
         source.last_used = self._clock()
-        self._conversations.move_to_end(source.key)  # places are made of others first
-        self._make_place()
+        self._sessions.move_to_end(source.key)  # places are made of others first
+        self._make_room_for_one()
         answers = [replace(answer) for answer in source.answers]
-        branch = Conversation(key, owner, new_session_id, source.last_used, answers=answers)
+        branch = Session(key, owner, new_session_id, source.last_used, answers=answers)
         if source.request is not None:
             try:
                 branch.request = source.request.fork()
@@ -179,16 +179,16 @@ class SessionTable:
                 branch.request = None
         if branch.request is None:
             branch.tokens = list(source.sequence())
-        self._conversations[key] = branch
+        self._sessions[key] = branch
         self._forget_surplus()
         return ForkOutcome.FORKED
 
-    def _own_tokens(self, turn: TurnRequest, conversation: Conversation) -> OwnTokens:
+    def _own_tokens(self, turn: TurnRequest, session: Session) -> OwnTokens:
         """The spans that stand here in other tokens. Spans and answers are in order; either may have some that the
         other lacks. What another replica accepted stands as it is."""
         if self._detokenize is None or turn.resumed_tokens is not None:
             return ()
-        sequence, answers, own = conversation.sequence(), conversation.answers, []
+        sequence, answers, own = session.sequence(), session.answers, []
         unused = 0
         for index, span in enumerate(turn.spans):
             found = (i for i in range(unused, len(answers)) if self._digest(answers[i], sequence) == span.digest)
@@ -209,33 +209,33 @@ class SessionTable:
     # -- moving to another replica ------------------------------------------------------------------------------------
 
     def dormant(self) -> list[MovedSession]:
-        """Every conversation that no turn is using, as another replica would take it over, without its KV cache; those
+        """Every session that no turn is using, as another replica would take it over, without its KV cache; those
         used last come first, since they are the likeliest to go on."""
-        return [self._moved(c) for c in reversed(self._conversations.values()) if c.dormant]
+        return [self._moved(c) for c in reversed(self._sessions.values()) if c.dormant]
 
     def take_along(self, key: str, most_bytes: int) -> MovedSession | None:
         """One of them with its KV cache, unless that is larger than `most_bytes`; None if it is not dormant here."""
-        conversation = self._conversations.get(key)
-        if conversation is None or not conversation.dormant:
+        session = self._sessions.get(key)
+        if session is None or not session.dormant:
             return None
-        request = conversation.request
+        request = session.request
         kv = None if request is None else self._engine.read_cache(request, most_bytes)
-        return replace(self._moved(conversation), kv=kv)
+        return replace(self._moved(session), kv=kv)
 
-    def _moved(self, conversation: Conversation) -> MovedSession:
-        sequence, request = conversation.sequence(), conversation.request
-        spans = (HistorySpan(a.start, a.end, self._digest(a, sequence)) for a in conversation.answers)
+    def _moved(self, session: Session) -> MovedSession:
+        sequence, request = session.sequence(), session.request
+        spans = (HistorySpan(a.start, a.end, self._digest(a, sequence)) for a in session.answers)
         answers = tuple(spans) if self._detokenize is not None else ()
-        idle = self._clock() - conversation.last_used
-        cached = 0 if request is None else request.processed_length
-        return MovedSession(conversation.owner, conversation.session_id, tuple(sequence), answers, idle, cached)
+        idle = self._clock() - session.last_used
+        cached = 0 if request is None else request.num_computed_tokens
+        return MovedSession(session.owner, session.session_id, tuple(sequence), answers, idle, cached)
 
     def adopt(self, moved: MovedSession) -> bool:
-        """Takes over a conversation that another replica had: as a resident if its KV cache came along and there is
+        """Takes over a session that another replica had: as a resident if its KV cache came along and there is
         room, else as one whose memory was evicted. What it left behind when it was here before, which is its beginning,
         gives way; False if something else is known of it here, which then is newer."""
         key = session_key(moved.owner, moved.session_id)
-        known = self._conversations.get(key)
+        known = self._sessions.get(key)
         if known is not None:
             before = tuple(known.sequence())
             if (
@@ -247,39 +247,39 @@ class SessionTable:
             self._drop(known)
         last_used = self._clock() - moved.idle_seconds
         tokens = list(moved.tokens)
-        conversation = Conversation(key, moved.owner, moved.session_id, last_used, tokens=tokens, moved=True)
-        conversation.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
-        self._conversations[key] = conversation
-        for later in [c.key for c in self._conversations.values() if c.last_used > last_used]:
-            self._conversations.move_to_end(later)
+        session = Session(key, moved.owner, moved.session_id, last_used, tokens=tokens, moved=True)
+        session.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
+        self._sessions[key] = session
+        for later in [c.key for c in self._sessions.values() if c.last_used > last_used]:
+            self._sessions.move_to_end(later)
         if moved.kv is not None and len(self.residents()) < self._max_sessions:
             options = RequestOptions(salt=moved.owner.encode())
-            conversation.request = self._engine.restore_request(conversation.tokens, moved.kv, options)
-            if conversation.request is not None:
-                conversation.tokens = []
+            session.request = self._engine.restore_request(session.tokens, moved.kv, options)
+            if session.request is not None:
+                session.tokens = []
         self._forget_surplus()
         return True
 
     def forget_moved(self, keys: Sequence[str]) -> None:
         """Drops those of them that came from another replica and that no turn has used here."""
         for key in keys:
-            conversation = self._conversations.get(key)
-            if conversation is not None and conversation.moved:
-                self._drop(conversation)
+            session = self._sessions.get(key)
+            if session is not None and session.moved:
+                self._drop(session)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def relieve(self, deferrals: Sequence[Deferral]) -> int:
-        """Evicts dormant conversations, oldest first, until the memory that deferred requests miss is back; returns
+        """Evicts dormant sessions, oldest first, until the memory that deferred requests miss is back; returns
         how many. What goes back may still be shared, so the caller looks again after the next step."""
         blocks = max((deferral.missing_blocks for deferral in deferrals), default=0)
         slots = max((deferral.missing_slots for deferral in deferrals), default=0)
         evicted = 0
-        for conversation in self._evictable():
+        for session in self._evictable():
             if blocks <= 0 and slots <= 0:
                 break
             before = self._engine.available_blocks
-            self._evict(conversation)
+            self._evict(session)
             blocks -= self._engine.available_blocks - before
             slots -= 1
             evicted += 1
@@ -287,61 +287,61 @@ class SessionTable:
         return evicted
 
     def expire(self) -> int:
-        """Forgets conversations that have been idle for longer than their time to live."""
+        """Forgets sessions that have been idle for longer than their time to live."""
         if not self._ttl:
             return 0
         horizon = self._clock() - self._ttl
-        expired = [c for c in self._conversations.values() if c.last_used < horizon and not c.open_turns]
-        for conversation in expired:
-            self.evictions["expired"] += conversation.request is not None
-            self._drop(conversation)
+        expired = [c for c in self._sessions.values() if c.last_used < horizon and not c.open_turns]
+        for session in expired:
+            self.evictions["expired"] += session.request is not None
+            self._drop(session)
         return len(expired)
 
-    def close(self, key: str) -> Conversation | None:
-        """Drops a conversation and all it holds; its running turn, if any, ends without another event."""
-        conversation = self._conversations.get(key)
-        if conversation is not None:
-            self._drop(conversation)
-        return conversation
+    def close(self, key: str) -> Session | None:
+        """Drops a session and all it holds; its running turn, if any, ends without another event."""
+        session = self._sessions.get(key)
+        if session is not None:
+            self._drop(session)
+        return session
 
-    def forget_if_empty(self, conversation: Conversation) -> None:
-        """Drops a conversation that no turn ever reached."""
-        if conversation.request is None and not conversation.tokens and not conversation.waiting:
-            self._drop(conversation)
+    def forget_if_empty(self, session: Session) -> None:
+        """Drops a session that no turn ever reached."""
+        if session.request is None and not session.tokens and not session.waiting:
+            self._drop(session)
 
-    def _evictable(self) -> list[Conversation]:
+    def _evictable(self) -> list[Session]:
         """Oldest first, and last of all those of which a turn waits: it would have to compute them again at once."""
-        idle = [c for c in self._conversations.values() if c.request is not None and not c.running]
+        idle = [c for c in self._sessions.values() if c.request is not None and not c.running]
         return sorted(idle, key=lambda c: len(c.waiting) > 0)
 
-    def _make_place(self) -> None:
-        resident = sum(c.request is not None for c in self._conversations.values())
-        for conversation in self._evictable():
+    def _make_room_for_one(self) -> None:
+        resident = sum(c.request is not None for c in self._sessions.values())
+        for session in self._evictable():
             if resident < self._max_sessions:
                 return
-            self._evict(conversation)
-            self.evictions["evicted_for_places"] += 1
+            self._evict(session)
+            self.evictions["evicted_for_sessions"] += 1
             resident -= 1
 
     def _forget_surplus(self, new: int = 0) -> None:
         limit = REMEMBERED_PER_SESSION * self._max_sessions - new
-        for conversation in list(self._conversations.values()):
-            if len(self._conversations) <= limit:
+        for session in list(self._sessions.values()):
+            if len(self._sessions) <= limit:
                 return
-            if not conversation.open_turns:
-                self._drop(conversation)
+            if not session.open_turns:
+                self._drop(session)
 
-    def _evict(self, conversation: Conversation) -> None:
-        assert conversation.request is not None and not conversation.running
-        conversation.tokens = conversation.request.tokens
-        conversation.request.close()
-        conversation.request = None
+    def _evict(self, session: Session) -> None:
+        assert session.request is not None and not session.running
+        session.tokens = session.request.tokens
+        session.request.close()
+        session.request = None
 
-    def _drop(self, conversation: Conversation) -> None:
-        if conversation.request is not None:
-            conversation.request.close()
-            conversation.request = None
-        self._conversations.pop(conversation.key, None)
+    def _drop(self, session: Session) -> None:
+        if session.request is not None:
+            session.request.close()
+            session.request = None
+        self._sessions.pop(session.key, None)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -349,32 +349,32 @@ class SessionTable:
         """Turns of the same session that run or wait; 0 for an anonymous one."""
         if turn.session_id is None:
             return 0
-        conversation = self._conversations.get(session_key(turn.owner, turn.session_id))
-        return 0 if conversation is None else conversation.open_turns
+        session = self._sessions.get(session_key(turn.owner, turn.session_id))
+        return 0 if session is None else session.open_turns
 
     def residents(self) -> dict[str, int]:
-        """Tokens of each resident conversation, by its key; of one that runs, those of its prompt, so that the number
+        """Tokens of each resident session, by its key; of one that runs, those of its prompt, so that the number
         changes with a turn and not with a step."""
         return {
             c.key: c.answers[-1].start if c.running else c.request.current_length
-            for c in self._conversations.values()
+            for c in self._sessions.values()
             if c.request is not None
         }
 
     def infos(self, owner: str | None) -> list[SessionInfo]:
-        """Resident conversations of one owner, or of all."""
+        """Resident sessions of one owner, or of all."""
         now = self._clock()
         return [
             SessionInfo(
-                conversation.session_id,
-                conversation.owner,
+                session.session_id,
+                session.owner,
                 self._replica,
-                conversation.request.current_length,
-                conversation.request.processed_length,
-                self._engine.blocks_of(conversation.request),
-                conversation.running,
-                0.0 if conversation.running else now - conversation.last_used,
+                session.request.current_length,
+                session.request.num_computed_tokens,
+                self._engine.blocks_of(session.request),
+                session.running,
+                0.0 if session.running else now - session.last_used,
             )
-            for conversation in self._conversations.values()
-            if conversation.request is not None and owner in (None, conversation.owner)
+            for session in self._sessions.values()
+            if session.request is not None and owner in (None, session.owner)
         ]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
-LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0
+LEAST_WAIT_SECONDS, MOST_WAIT_SECONDS = 1.0, 60.0
 _REMEMBERED = 64  # times; older ones say little about what is asked now
 
 
-class PlaceTimes:
+class HoldTimes:
     def __init__(self, places: int) -> None:
         self._places = places
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
@@ -22,8 +22,8 @@ class PlaceTimes:
         self._seconds.append(seconds)
 
     def until_free(self, places: int) -> float:
-        """Seconds until so many have fallen free, from LEAST_SECONDS, also where nothing is known yet, to
-        MOST_SECONDS."""
+        """Seconds until so many have fallen free, from LEAST_WAIT_SECONDS, also where nothing is known yet, to
+        MOST_WAIT_SECONDS."""
         return self._bounded(places / self._places)
 
     def until_over(self) -> float:
@@ -32,4 +32,4 @@ class PlaceTimes:
 
     def _bounded(self, rounds: float) -> float:
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
-        return min(max(rounds * mean, LEAST_SECONDS), MOST_SECONDS)
+        return min(max(rounds * mean, LEAST_WAIT_SECONDS), MOST_WAIT_SECONDS)

@@ -35,18 +35,18 @@ Rank = tuple[bool, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place(Generic[T]):
+class _Entry(Generic[T]):
     rank: Rank
     turn: T
 
 
-def _rank(place: _Place[T]) -> Rank:
-    return place.rank
+def _rank(entry: _Entry[T]) -> Rank:
+    return entry.rank
 
 
 class TurnQueue(Generic[T]):
     def __init__(self) -> None:
-        self._places: list[_Place[T]] = []
+        self._entries: list[_Entry[T]] = []
         self._ranks: dict[T, Rank] = {}
         self._arrivals = 0
 
@@ -55,22 +55,22 @@ class TurnQueue(Generic[T]):
         request = turn.request
         self._arrivals += 1
         rank = self._ranks[turn] = (request.resumed_tokens is None, request.priority, self._arrivals)
-        insort(self._places, _Place(rank, turn), key=_rank)
+        insort(self._entries, _Entry(rank, turn), key=_rank)
 
     def remove(self, turn: T) -> None:
-        del self._places[bisect_left(self._places, self._ranks.pop(turn), key=_rank)]
+        del self._entries[bisect_left(self._entries, self._ranks.pop(turn), key=_rank)]
 
     def first(self) -> T | None:
         """The one that begins next, as soon as it fits."""
         return next((turn for turn in self if turn.may_begin), None)
 
     def __iter__(self) -> Iterator[T]:
-        return (place.turn for place in self._places)
+        return (entry.turn for entry in self._entries)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     @property
     def sequences(self) -> int:
-        """Places that all of them will take."""
+        """Sequences that all of them will run."""
         return sum(turn.request.choices for turn in self)

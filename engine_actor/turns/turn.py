@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine_actor.messages import TurnDelta, TurnRequest
-from engine_actor.sessions.session import Conversation
+from engine_actor.sessions.session import Session
 from engine_actor.sessions.table import BegunTurn
 
 
@@ -17,7 +17,7 @@ class Turn:
 
     request: TurnRequest
     receive: Callable[[list[TurnDelta | None]], None]
-    conversation: Conversation | None = None
+    session: Session | None = None
     choices: list[Choice] = field(default_factory=list)
     begun_at: float = 0.0
     over: bool = False
@@ -30,15 +30,15 @@ class Turn:
     @property
     def may_begin(self) -> bool:
         """No earlier turn of its session runs or waits. Asked of turns that wait."""
-        conversation = self.conversation
-        return conversation is None or (not conversation.running and conversation.waiting[0] is self)
+        session = self.session
+        return session is None or (not session.running and session.waiting[0] is self)
 
     @property
     def tokens_due(self) -> int:
         """To be computed before its answer, about: what its session has cached is taken off; what the prefix index has
         is not known before it begins."""
-        resident = None if self.conversation is None else self.conversation.request
-        return max(1, len(self.request.prompt_ids) - (0 if resident is None else resident.processed_length))
+        resident = None if self.session is None else self.session.request
+        return max(1, len(self.request.prompt_ids) - (0 if resident is None else resident.num_computed_tokens))
 
 
 @dataclass(eq=False, slots=True)
@@ -53,10 +53,10 @@ class Choice:
     @property
     def stays(self) -> bool:
         """Its request stays resident for the next turn of a session."""
-        return self.index == 0 and self.turn.conversation is not None
+        return self.index == 0 and self.turn.session is not None
 
     @property
-    def places(self) -> int:
+    def sequences(self) -> int:
         """Of `max_running_sequences`: its own, and those of the choices that will branch off it."""
         return 1 if self.branched else self.turn.request.choices
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_actor.messages import RefusalCode
-from engine_actor.sessions.session import Conversation
-from engine_actor.turns.hold_times import LEAST_SECONDS, PlaceTimes
+from engine_actor.sessions.session import Session
+from engine_actor.turns.hold_times import LEAST_WAIT_SECONDS, HoldTimes
 from engine_actor.turns.queue import TurnQueue
 from engine_actor.turns.turn import Turn
 
@@ -25,7 +25,7 @@ class WaitingRoom:
 
     def __init__(self, limits: TurnLimits) -> None:
         self._limits = limits
-        self._times = PlaceTimes(limits.max_running_sequences)
+        self._times = HoldTimes(limits.max_running_sequences)
         self.queue: TurnQueue[Turn] = TurnQueue()
 
     def refusal(self, turn: Turn, taken: int, of_session: int) -> tuple[RefusalCode, str] | None:
@@ -39,17 +39,17 @@ class WaitingRoom:
             return RefusalCode.SESSION_BUSY, f"{of_session} turns of this session run or wait already"
         return None
 
-    def enter(self, turn: Turn, conversation: Conversation | None) -> None:
+    def enter(self, turn: Turn, session: Session | None) -> None:
         self.queue.put(turn)
-        self.follow(turn, conversation)
+        self.follow(turn, session)
 
-    def follow(self, turn: Turn, conversation: Conversation | None) -> None:
-        """It is of this conversation from now on, and keeps its place."""
-        turn.conversation = conversation
-        if conversation is not None:
-            conversation.line_up(turn)
+    def follow(self, turn: Turn, session: Session | None) -> None:
+        """It is of this session from now on, and keeps its place."""
+        turn.session = session
+        if session is not None:
+            session.line_up(turn)
 
-    def of_session(self, session: Conversation) -> list[Turn]:
+    def of_session(self, session: Session) -> list[Turn]:
         """Its turns that wait, in their order."""
         turns = [turn for turn in session.waiting if isinstance(turn, Turn)]
         assert len(turns) == len(session.waiting)
@@ -57,8 +57,8 @@ class WaitingRoom:
 
     def leave(self, turn: Turn) -> None:
         self.queue.remove(turn)
-        if turn.conversation is not None:
-            turn.conversation.waiting.remove(turn)
+        if turn.session is not None:
+            turn.session.waiting.remove(turn)
 
     def next(self, taken: int) -> Turn | None:
         """The turn that begins now, if one does: it has left."""
@@ -72,7 +72,7 @@ class WaitingRoom:
         """A turn that is larger than the limit runs alone."""
         return not taken or taken + turn.request.choices <= self._limits.max_running_sequences
 
-    def note_place(self, seconds: float) -> None:
+    def note_hold(self, seconds: float) -> None:
         """A place was taken for so long, and is free again."""
         self._times.note(seconds)
 
@@ -84,6 +84,6 @@ class WaitingRoom:
             case RefusalCode.SESSION_BUSY:
                 return self._times.until_over()
             case RefusalCode.UNAVAILABLE:
-                return LEAST_SECONDS
+                return LEAST_WAIT_SECONDS
             case RefusalCode.CONTEXT_LENGTH | RefusalCode.INVALID | RefusalCode.GRAMMAR:
                 return 0.0

@@ -177,7 +177,7 @@ def _totals(stats: Mapping[str, float]) -> Iterator[tuple[Metric, str, float]]:
     yield COMPUTED_TOKENS, "prefill", stats["prefill_tokens"]
     yield COMPUTED_TOKENS, "decode", stats["decode_tokens"]
     yield EVICTIONS, "blocks", stats["evicted_for_blocks"]
-    yield EVICTIONS, "places", stats["evicted_for_places"]
+    yield EVICTIONS, "places", stats["evicted_for_sessions"]
     yield EVICTIONS, "ttl", stats["expired"]
     yield ROLLBACKS, "", stats["rollbacks"]
     yield STEPS, "", stats["committed_steps"]

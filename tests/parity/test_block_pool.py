@@ -37,7 +37,7 @@ def lab_at_eleven(drafts: int) -> tuple[PagedCache, BlockPool]:
     advance(cache, demand(cache, 1, 9))
     assert blocks_of(cache, 1) == [1, 2, 6] and pool.free_ids() == [7]
     advance(cache, demand(cache, 1, 11))
-    cache.reserve([demand(cache, 1, 11 + drafts, whole=11)])
+    cache.reserve([demand(cache, 1, 11 + drafts, length=11)])
     return cache, pool
 
 
@@ -74,8 +74,8 @@ def test_lb02_five_drafts_still_take_one_block() -> None:
 def test_lb03_five_drafts_after_a_full_block_take_two_blocks_at_once() -> None:
     cache, _ = lab()
     advance(cache, demand(cache, 1, 12))
-    assert cache.blocks_to_add(demand(cache, 1, 17, whole=12)) == 2
-    cache.reserve([demand(cache, 1, 17, whole=12)])
+    assert cache.blocks_to_add(demand(cache, 1, 17, length=12)) == 2
+    cache.reserve([demand(cache, 1, 17, length=12)])
     assert len(blocks_of(cache, 1)) == 5
 
 
@@ -191,7 +191,7 @@ def test_dp08_blocks_cover_length_in_flight_and_drafts(length: int, inflight: in
     cache = PagedCache(BlockPool(8), 128)
     target = length + inflight + drafts
     assert blocks_for(target, 128) == blocks
-    assert cache.blocks_to_add(demand(cache, 1, target, whole=length)) == blocks
+    assert cache.blocks_to_add(demand(cache, 1, target, length=length)) == blocks
 
 
 @pytest.mark.parity("F339", "F154")
@@ -199,7 +199,7 @@ def test_dp13_a_table_grows_for_drafts_and_gives_the_surplus_to_the_free_tail() 
     cache = PagedCache(BlockPool(8), 128)
     advance(cache, demand(cache, 1, 250))
     assert blocks_of(cache, 1) == [1, 2]
-    reservation = cache.reserve([demand(cache, 1, 250 + 6 + 5, whole=250)])
+    reservation = cache.reserve([demand(cache, 1, 250 + 6 + 5, length=250)])
     assert blocks_of(cache, 1) == [1, 2, 3]
     reservation.commit([251])
     assert blocks_of(cache, 1) == [1, 2] and cache.pool.free_ids() == [4, 5, 6, 7, 3]
@@ -254,12 +254,12 @@ def test_bp02_reserved_blocks_consume_capacity_and_hold_no_slot() -> None:
     cache = genai(4)
     reservation = cache.reserve([demand(cache, 1, 5)])
     table = reservation.rows[0].table
-    assert cache.pool.available == 2 and table.committed == 0 and table.used_slots() == []
+    assert cache.pool.available == 2 and table.num_computed_tokens == 0 and table.used_slots() == []
     reservation.commit([0])
     assert cache.table(1) is table and table.used_slots() == [0, 0]
     used = []
     for length in range(1, 6):
-        advance(cache, demand(cache, 1, length, whole=5))
+        advance(cache, demand(cache, 1, length, length=5))
         used.append(table.used_slots())
     assert used == [[1, 0], [2, 0], [3, 0], [4, 0], [4, 1]] and cache.pool.available == 2
 
@@ -319,7 +319,7 @@ def test_bp07_slots_of_a_block_and_a_full_block() -> None:
     with pytest.raises(OutOfBlocks):
         cache.reserve([demand(cache, 1, 5)])
     assert table.used_slots() == [4]
-    table.committed = 5
+    table.num_computed_tokens = 5
     with pytest.raises(ContractViolation, match="5 positions in 1 blocks"):
         cache.check_integrity()
 

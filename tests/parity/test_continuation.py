@@ -30,7 +30,7 @@ def test_cancel_keeps_what_was_committed_and_says_so_once() -> None:
     engine.run(8)
     free = free_blocks(engine)
     assert request.cancel_turn(turn)
-    assert (request.current_length, request.processed_length, free_blocks(engine)) == (5, 4, free)
+    assert (request.current_length, request.num_computed_tokens, free_blocks(engine)) == (5, 4, free)
     assert not request.cancel_turn(turn)
     events = run_out(engine)
     assert [(e.flags, e.finish_reason) for e in events] == [(EventFlags.TURN_FINISHED, FinishReason.CANCELLED)]
@@ -61,7 +61,7 @@ def test_a_turn_cancelled_before_admission_joins_the_next_one() -> None:
     request = engine.create_request()
     turn = request.begin_turn(P10)
     request.cancel_turn(turn)
-    assert free_blocks(engine) == 128 and request.processed_length == 0
+    assert free_blocks(engine) == 128 and request.num_computed_tokens == 0
     assert [e.finish_reason for e in run_out(engine)] == [FinishReason.CANCELLED]
     request.begin_turn([7, 8], TurnOptions(1))
     events = run_out(engine)
@@ -212,7 +212,7 @@ def test_a_row_without_numbers_fails_alone_and_can_be_asked_again() -> None:
     engine.check_integrity()
     decoder.row_logits = real  # type: ignore[method-assign]
     assert tokens_of(run_out(engine), fine) == solo([7, 2, 20, 4], 6)[2:]
-    assert (broken.tokens, broken.processed_length) == ([5, 9, 13, 21], 0)
+    assert (broken.tokens, broken.num_computed_tokens) == ([5, 9, 13, 21], 0)
     broken.begin_turn([11], TurnOptions(4))
     assert tokens_of(run_out(engine), broken) == solo([5, 9, 13, 21, 11], 4)
 
@@ -250,7 +250,7 @@ def test_a_rewound_turn_equals_a_fresh_one(length: int, shared: str) -> None:
     fork = request.fork() if shared == "forked" else None
     request.rewind(length)
     engine.check_integrity()
-    assert length - 4 < request.processed_length <= length or request.processed_length == length == 0
+    assert length - 4 < request.num_computed_tokens <= length or request.num_computed_tokens == length == 0
     history = [*(LONG + solo(LONG, 6))[:length], 33]
     request.begin_turn([33], TurnOptions(5))
     assert tokens_of(run_out(engine), request) == solo(history, 5)
@@ -270,7 +270,7 @@ def test_a_preempted_turn_computes_its_whole_history_again_as_input() -> None:
     second.begin_turn([7, 2], TurnOptions(9))
     engine._lifecycle.preempt(first._record)
     engine.check_integrity()
-    assert (first.processed_length, first.status, engine.blocks_of(first)) == (0, RequestStatus.ASSIGNED, 0)
+    assert (first.num_computed_tokens, first.status, engine.blocks_of(first)) == (0, RequestStatus.WAITING, 0)
     events = run_out(engine)
     assert decoder.packed_counts()[4] == [len(LONG) + 4, 2]  # in one piece, and before what was queued later
     assert tokens_of(events, first) == solo(LONG, 9)[4:]

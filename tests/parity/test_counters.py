@@ -49,7 +49,7 @@ def test_every_position_is_written_once_whatever_the_chunks(
     request = engine.create_request()
     request.begin_turn(prompt, TurnOptions(count))
     while engine.has_pending_requests():
-        waiting = request.current_length - request.processed_length
+        waiting = request.current_length - request.num_computed_tokens
         steps = len(decoder.steps)
         engine.run(8)
         engine.check_integrity()
@@ -58,10 +58,10 @@ def test_every_position_is_written_once_whatever_the_chunks(
             assert decoder.steps[-1].past_sequence_lengths.tolist() == [
                 written(decoder)[-1] + 1 - len(decoder.steps[-1].input_ids)
             ]
-    assert written(decoder) == list(range(request.processed_length))
+    assert written(decoder) == list(range(request.num_computed_tokens))
     answer = solo(prompt, count)
     assert request.tokens == prompt + answer
-    assert request.processed_length == len(prompt) + (len(answer) if len(answer) < count else count - 1)
+    assert request.num_computed_tokens == len(prompt) + (len(answer) if len(answer) < count else count - 1)
 
 
 @pytest.mark.parity("F055", "F058")
@@ -75,20 +75,20 @@ def test_counters_move_only_at_commit() -> None:
     def watch(_: list[int]) -> int:
         record = request._record
         seen.append(
-            (request.status, request.tokens, request.processed_length, record.is_prefill, record.turn_generated)
+            (request.status, request.tokens, request.num_computed_tokens, record.is_prefill, record.turn_generated)
         )
         return 5
 
     decoder.choose = watch
     engine.run(8)
-    assert seen == [(RequestStatus.ASSIGNED, PROMPT, 0, True, 0)]
-    assert (request.status, request.tokens, request.processed_length) == (RequestStatus.ACTIVE, [*PROMPT, 5], 5)
+    assert seen == [(RequestStatus.WAITING, PROMPT, 0, True, 0)]
+    assert (request.status, request.tokens, request.num_computed_tokens) == (RequestStatus.RUNNING, [*PROMPT, 5], 5)
     assert not request._record.is_prefill
     decoder.fail_next = lambda: RetryableStepError("not now")
     engine.run(8)
-    assert (request.tokens, request.processed_length) == ([*PROMPT, 5], 5)
+    assert (request.tokens, request.num_computed_tokens) == ([*PROMPT, 5], 5)
     engine.run(8)
-    assert seen[1] == (RequestStatus.ACTIVE, [*PROMPT, 5], 5, False, 1)
+    assert seen[1] == (RequestStatus.RUNNING, [*PROMPT, 5], 5, False, 1)
 
 
 @pytest.mark.parity("F056")
@@ -97,7 +97,7 @@ def test_part_of_a_prompt_says_nothing() -> None:
     request = engine.create_request()
     request.begin_turn([4, 5, 6])
     assert list(engine.run(8)) == []
-    assert (request.status, request.processed_length, request.current_length) == (RequestStatus.ACTIVE, 2, 3)
+    assert (request.status, request.num_computed_tokens, request.current_length) == (RequestStatus.RUNNING, 2, 3)
     assert request._record.is_prefill and request.usage.generated_tokens == 0
     assert [event.token for event in engine.run(8)] == [5]
     assert not request._record.is_prefill

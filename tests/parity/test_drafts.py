@@ -30,7 +30,7 @@ def room_at_four(rows: list[int], drafts: list[int] = PROPOSED, **config: Any) -
     turn = {key: config.pop(key) for key in ("max_generated_tokens",) if key in config}
     room = Room(ForcedDecoder([7, *rows], drafts=16), **config)
     request = room.resident([4, 5, 6], **turn)
-    assert request.tokens == [4, 5, 6, 7] and request.processed_length == 3
+    assert request.tokens == [4, 5, 6, 7] and request.num_computed_tokens == 3
     request.set_draft_tokens(drafts)
     return room, request
 
@@ -60,7 +60,7 @@ def test_the_longest_prefix_that_agrees_is_kept(
     assert step.input_ids.tolist() == [7, 8, 9, 10] and step.logits_rows.tolist() == [0, 1, 2, 3]
     assert step.position_ids.tolist() == [3, 4, 5, 6] and room.decoder.decode_calls == 2
     assert said(events) == [(token, TOKEN, None) for token in tokens]
-    assert (request.current_length, request.processed_length) == (current, processed)
+    assert (request.current_length, request.num_computed_tokens) == (current, processed)
     assert request.tokens == [4, 5, 6, 7, *tokens]
     assert request.usage.generated_tokens == 1 + len(tokens)
     assert len(room.blocks(request)) == blocks_for(processed, 4)
@@ -92,7 +92,10 @@ def test_dr03_a_block_for_rejected_drafts_goes_back() -> None:
 def test_an_eos_after_accepted_drafts_joins_the_last_token(rows: list[int], expected: list[Any], length: int) -> None:
     room, request = room_at_four(rows)
     assert said(room.step()) == expected
-    assert (request.current_length, request.processed_length) == (length, length)  # all that is visible is in the cache
+    assert (request.current_length, request.num_computed_tokens) == (
+        length,
+        length,
+    )  # all that is visible is in the cache
     assert request.usage.generated_tokens == length - 3
 
 
@@ -103,15 +106,15 @@ def test_dp11_an_eos_that_was_drafted_ends_the_turn_and_drops_what_follows() -> 
     request = room.resident([4] * 50)
     request.set_draft_tokens([7, 1, 9])
     assert said(room.step()) == [(7, TOKEN | FINISHED, FinishReason.EOS)]
-    assert request.tokens == [*[4] * 50, 5, 7] and request.processed_length == 52
-    assert request.status is RequestStatus.TURN_COMPLETE
+    assert request.tokens == [*[4] * 50, 5, 7] and request.num_computed_tokens == 52
+    assert request.status is RequestStatus.IDLE
 
 
 @pytest.mark.parity("F306", "F029", "F366")
 def test_dr05_a_limit_inside_accepted_drafts() -> None:
     room, request = room_at_four([8, 9, 10, 12], max_generated_tokens=3)
     assert said(room.step()) == [(8, TOKEN, None), (9, TOKEN | FINISHED, FinishReason.MAX_GENERATED_TOKENS)]
-    assert (request.current_length, request.processed_length) == (6, 6)
+    assert (request.current_length, request.num_computed_tokens) == (6, 6)
     request.begin_turn([20])
     room.decoder.force([5])
     room.step()
@@ -129,7 +132,7 @@ def test_the_session_limit_truncates_drafts() -> None:
 def test_dr06_every_row_has_its_token_before_any_draft() -> None:
     room = Room(ForcedDecoder(7, drafts=16), max_scheduled_tokens=4, num_blocks=32)
     requests = [room.add([4, 5, 6]), room.add([6, 7])]
-    while any(r.current_length == r.processed_length or r._record.is_prefill for r in requests):
+    while any(r.current_length == r.num_computed_tokens or r._record.is_prefill for r in requests):
         room.step()
     for request in requests:
         request.set_draft_tokens(PROPOSED)
@@ -210,7 +213,7 @@ def test_lb02_five_drafts_through_the_engine() -> None:
     assert room.blocks(a) == [1, 2, 6] and room.pool.free_ids() == [7]
     a.set_draft_tokens([9] * 5)
     (row,) = room.plan().rows
-    assert (row.demand.whole, row.demand.target) == (11, 16)
+    assert (row.demand.length, row.demand.target) == (11, 16)
     reservation = room.cache.reserve([row.demand])
     assert room.blocks(a) == [1, 2, 6, 7] and room.pool.free_ids() == []
     reservation.release()
@@ -247,7 +250,7 @@ def test_dr09_what_cannot_be_proposed_is_refused() -> None:
     with pytest.raises(InvalidCall, match="prompt is processed"):
         waiting.set_draft_tokens([8])
     room.step()
-    assert waiting.processed_length == 2 and waiting.status is RequestStatus.ACTIVE
+    assert waiting.num_computed_tokens == 2 and waiting.status is RequestStatus.RUNNING
     with pytest.raises(InvalidCall, match="prompt is processed"):  # one token of the prompt is left
         waiting.set_draft_tokens([8])
     room.step()
@@ -355,7 +358,7 @@ def run_with(engine: Engine, propose: Any, requests: list[Request]) -> list[Engi
     events: list[EngineEvent] = []
     while engine.has_pending_requests():
         for request in requests:
-            if request.status is RequestStatus.ACTIVE and not request._record.is_prefill:
+            if request.status is RequestStatus.RUNNING and not request._record.is_prefill:
                 request.set_draft_tokens(propose(request.tokens))
         events += engine.run(64)
         engine.check_integrity()

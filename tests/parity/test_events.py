@@ -133,12 +133,12 @@ def test_retained_events_are_drained_in_order_before_anything_runs() -> None:
     engine = build_engine(decoder)
     requests = three_requests(engine)
     assert [e.request_id for e in engine.run(2)] == [1, 2]
-    states = [(r.tokens, r.processed_length, r.status) for r in requests]
+    states = [(r.tokens, r.num_computed_tokens, r.status) for r in requests]
     blocks = engine.stats()["blocks_free"]
     report = engine.last_report
     assert [e.request_id for e in engine.run(2)] == [3]  # a place is left, and still no step
     assert decoder.decode_calls == 1
-    assert [(r.tokens, r.processed_length, r.status) for r in requests] == states
+    assert [(r.tokens, r.num_computed_tokens, r.status) for r in requests] == states
     assert engine.stats()["blocks_free"] == blocks and engine.last_report is report
     engine.run(2)
     assert decoder.decode_calls == 2
@@ -240,7 +240,7 @@ def test_part_of_a_prompt_is_a_run_without_events() -> None:
     counts, processed = [], []
     for _ in range(3):
         counts.append(len(engine.run(8)))
-        processed.append(request.processed_length)
+        processed.append(request.num_computed_tokens)
         assert engine.has_pending_requests()
     assert (counts, processed) == ([0, 0, 1], [2, 4, 5])
     assert decoder.packed_counts() == [[2], [2], [1]]
@@ -257,7 +257,7 @@ def test_what_counts_as_pending() -> None:
     engine.run(1)
     assert engine.has_pending_requests()  # active
     engine.run(1)
-    assert request.status is RequestStatus.TURN_COMPLETE and not engine.has_pending_requests()
+    assert request.status is RequestStatus.IDLE and not engine.has_pending_requests()
     request.begin_turn([9])
     assert engine.has_pending_requests()
     request.cancel_turn(2)

@@ -64,7 +64,7 @@ def expect_stopped(engine: Engine, decoder: ForcedDecoder, cause: str) -> None:
     request = engine.create_request()
     with pytest.raises(EngineUnhealthy, match=cause):
         request.begin_turn(P10)
-    assert request.status is RequestStatus.UNASSIGNED and not request.tokens
+    assert request.status is RequestStatus.NEW and not request.tokens
     assert decoder.decode_calls == calls
     request.close()
 
@@ -120,7 +120,7 @@ def test_what_the_model_raises_decides_what_follows(error: Exception, outcome: S
         expect_stopped(engine, decoder, "Cause")
         return
     assert event.request_id is None and engine.fatal_error is None
-    assert (request.tokens, request.status) == ([*P10, 5], RequestStatus.ACTIVE)
+    assert (request.tokens, request.status) == ([*P10, 5], RequestStatus.RUNNING)
     memory = outcome is StepOutcome.EXECUTION_CAPACITY_EXCEEDED
     assert event.flags == (EventFlags.CAPACITY_BLOCKED if memory else EventFlags.RETRYABLE)
     assert event.error_code == (ErrorCode.EXECUTION_MEMORY if memory else ErrorCode.RETRYABLE)
@@ -149,7 +149,7 @@ def test_a_failure_after_the_model_is_retryable_and_names_its_cause(monkeypatch:
         patched.setattr(engine._sampler, "sample", raising(ValueError("bad row")))
         [event] = engine.run(8)
     assert event.flags == EventFlags.RETRYABLE and "ValueError: bad row" in event.message
-    assert (request.tokens, request.status) == (P10, RequestStatus.ASSIGNED)
+    assert (request.tokens, request.status) == (P10, RequestStatus.WAITING)
     assert engine.stats()["blocks_free"] == 128
     engine.check_integrity()
     assert tokens_of(run_out(engine), request) == [5, 5]
@@ -166,7 +166,7 @@ def test_a_continuation_that_fails_stays_where_it_was() -> None:
     request.begin_turn([7, 8], TurnOptions(1))
     decoder.fail_next = lambda: RetryableStepError("now")
     engine.run(8)
-    assert (request.status, request.current_length, request.processed_length) == (RequestStatus.ASSIGNED, 6, 3)
+    assert (request.status, request.current_length, request.num_computed_tokens) == (RequestStatus.WAITING, 6, 3)
     assert engine.stats()["residents"] == 1
     assert [e.token for e in run_out(engine)] == [5]
 
@@ -283,7 +283,7 @@ def test_a_fatal_failure_ends_what_runs_or_waits_and_stops_the_engine(
         assert (event.flags, event.turn_id, event.finish_reason) == (FAILED, 1, FinishReason.FAILED)
         assert event.error_code == ErrorCode.FATAL and event.usage == request.usage
         assert "in transaction" in event.message and "Cause: " in event.message
-        assert request.status is RequestStatus.TURN_COMPLETE and request.finish_reason is FinishReason.FAILED
+        assert request.status is RequestStatus.IDLE and request.finish_reason is FinishReason.FAILED
     assert z.finish_reason is FinishReason.MAX_GENERATED_TOKENS
     assert engine.metrics.fatal_execution_failures == 1
     expect_stopped(engine, decoder, "injected" if fault is not with_an_invalid_plan else "claims to be executable")
@@ -304,12 +304,12 @@ def test_a_failure_before_commit_leaves_committed_state_intact(
 ) -> None:
     decoder = ForcedDecoder()
     engine, (x, y, z) = mixed_engine(decoder)
-    before = [(r.tokens, r.processed_length, engine.blocks_of(r)) for r in (x, y, z)]
+    before = [(r.tokens, r.num_computed_tokens, engine.blocks_of(r)) for r in (x, y, z)]
     free = engine.stats()["blocks_free"]
     with monkeypatch.context() as patched:
         fault(patched, decoder)
         engine.run(8)
-    assert [(r.tokens, r.processed_length, engine.blocks_of(r)) for r in (x, y, z)] == before
+    assert [(r.tokens, r.num_computed_tokens, engine.blocks_of(r)) for r in (x, y, z)] == before
     assert engine.stats()["blocks_free"] == free
 
 
@@ -334,7 +334,7 @@ def test_what_a_failing_commit_has_published_is_not_undone(monkeypatch: pytest.M
         patched.setattr(StepTransaction, "_publish", second_fails)
         patched.setattr(StepTransaction, "roll_back", raising(AssertionError("must not be called")))
         engine.run(8)
-    assert requests[0].tokens == [*P10, 5] and requests[0].processed_length == 3
+    assert requests[0].tokens == [*P10, 5] and requests[0].num_computed_tokens == 3
     assert requests[1].tokens == P10
     assert engine.blocks_of(requests[0]) == 1
     expect_stopped(engine, decoder, "half way")
@@ -363,7 +363,7 @@ def test_ownership_that_disagrees_with_the_plan_is_fatal() -> None:
     engine, (x, _, _) = mixed_engine(decoder)
     table = engine._cache.table(x.id)
     assert table is not None
-    table.committed -= 1
+    table.num_computed_tokens -= 1
     events = engine.run(8)
     assert {event.finish_reason for event in events} == {FinishReason.FAILED}
     expect_stopped(engine, decoder, "plan says 3, table 2")
@@ -421,7 +421,7 @@ def test_work_that_waits_for_memory_is_said_to_be_blocked() -> None:
     for _ in range(3):
         [event] = engine.run(8)
         assert (event.flags, event.error_code) == (EventFlags.CAPACITY_BLOCKED, ErrorCode.DEFERRED)
-        assert waiting.status is RequestStatus.ASSIGNED and engine.has_pending_requests()
+        assert waiting.status is RequestStatus.WAITING and engine.has_pending_requests()
         assert engine.last_report.outcome is StepOutcome.CAPACITY_DEFERRED
         [deferral] = engine.last_report.deferrals
         assert (deferral.request_id, deferral.missing_blocks) == (waiting.id, 1)

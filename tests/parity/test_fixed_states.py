@@ -38,7 +38,7 @@ def step(cache: CacheManager, *rows: tuple[int, int]) -> StepReservation:
     demands = []
     for request, target in rows:
         table = cache.table(request)
-        committed = 0 if table is None else table.committed
+        committed = 0 if table is None else table.num_computed_tokens
         demands.append(RowDemand(request, table is None, committed, target, target))
     reservation = cache.reserve(demands)
     boundaries = [target for _, target in rows]
@@ -237,10 +237,10 @@ def test_blocks_and_states_are_of_the_same_requests_at_the_same_boundary() -> No
     assert cache.states is not None
     table = cache.states.table(X)
     assert table is not None
-    table.committed = 2
+    table.num_computed_tokens = 2
     with pytest.raises(ContractViolation, match="blocks are valid up to"):
         cache.check_integrity()
-    table.committed = 3
+    table.num_computed_tokens = 3
     cache.states.pool.pin(1)
     with pytest.raises(ContractViolation, match="block 1 has 2 owners"):
         cache.check_integrity()
@@ -299,7 +299,7 @@ def test_fk02_a_fork_waits_for_a_block_and_a_slot_and_others_go_on(lacking: str)
     cache = forked(5 if lacking == "slots" else 4, 3)
     assert cache.states is not None
     child, other = record(Y, 11), record(Z, 3)
-    child.processed = 10
+    child.num_computed_tokens = 10
     taken = cache.states.pool.allocate(2) if lacking == "slots" else cache.pool.allocate(1)
     admission = Admission(cache, 8, UNBOUNDED, 1)
     admission.consider(child)
@@ -365,7 +365,7 @@ def test_forks_of_a_conversation_go_on_on_their_own(reached_eos: bool) -> None:
     child = parent.fork()
     room.requests.append(child)
     # After EOS the state is behind the last token, which a child computes again: it starts over.
-    assert child.processed_length == (0 if reached_eos else 3)
+    assert child.num_computed_tokens == (0 if reached_eos else 3)
     for request, more in ((parent, 7), (child, 8)):
         sequence = [*request.tokens, more]
         request.begin_turn([more])
@@ -379,11 +379,11 @@ def test_forks_of_a_conversation_go_on_on_their_own(reached_eos: bool) -> None:
 def test_a_rewind_to_an_earlier_position_computes_the_sequence_again(length: int) -> None:
     room = room_of()
     request = room.dormant([5, 9, 13], generated=3)
-    assert (request.current_length, request.processed_length) == (6, 5)
+    assert (request.current_length, request.num_computed_tokens) == (6, 5)
     kept = request.tokens[:length]
     request.rewind(length)
     room.engine.check_integrity()
-    assert request.processed_length == (5 if length == 5 else 0)
+    assert request.num_computed_tokens == (5 if length == 5 else 0)
     request.begin_turn([7, 2])
     room.step()
     assert request.tokens == [*kept, 7, 2, *solo([*kept, 7, 2], 1)]
@@ -412,7 +412,7 @@ def test_close_and_preemption_give_slots_back() -> None:
     while room.engine.has_pending_requests():
         for event in room.step():
             if event.request_id is None:
-                next(r for r in requests if not r._record.executable and r.processed_length).rewind(0)
+                next(r for r in requests if not r._record.has_turn and r.num_computed_tokens).rewind(0)
     assert room.engine.metrics.preemptions > 0
     assert [room.tokens[r.id] for r in requests] == [solo(prompt, 12) for prompt in prompts]
     for request in requests:

@@ -32,7 +32,7 @@ def counts(room: Room, *blocks: int) -> list[int]:
 def lab_parent(processed: int, blocks: int = 3) -> PagedCache:
     """LB-06's parent, request 1: table [1 .. blocks], `processed` valid positions, in a pool of ids 1 to 5."""
     cache = PagedCache(BlockPool(6, 1, "fifo"), 4)
-    advance(cache, demand(cache, 1, processed, whole=4 * blocks))
+    advance(cache, demand(cache, 1, processed, length=4 * blocks))
     return cache
 
 
@@ -89,7 +89,7 @@ def test_fk04_blocks_that_the_parent_only_reserved_are_not_shared() -> None:
 @pytest.mark.parametrize(("processed", "copies", "keeps"), [(10, 1, 2), (8, 0, 2)])
 def test_fk07_a_fork_that_goes_on_takes_the_rest_of_its_blocks_at_once(processed: int, copies: int, keeps: int) -> None:
     cache = PagedCache(BlockPool(9, 1, "fifo"), 4)
-    advance(cache, demand(cache, 1, processed, whole=12))
+    advance(cache, demand(cache, 1, processed, length=12))
     cache.fork(1, 2, processed)
     row = demand(cache, 2, 17)
     assert cache.blocks_to_add(row) == 3
@@ -165,7 +165,7 @@ def test_fk01_the_copy_is_part_of_the_childs_first_step() -> None:
     room = room_of(5)
     parent = room.dormant(TEN)
     child = parent.fork()
-    assert child.status is RequestStatus.TURN_COMPLETE and child.tokens == parent.tokens
+    assert child.status is RequestStatus.IDLE and child.tokens == parent.tokens
     assert room.blocks(child) == room.blocks(parent) == [1, 2, 3] and counts(room, 1, 2, 3) == [2, 2, 2]
     child.begin_turn([7])
     during = []
@@ -223,7 +223,7 @@ def test_fk03_a_parent_that_goes_first_leaves_its_blocks_to_the_child() -> None:
 def test_fk06_an_uncomputed_parent_cannot_be_forked() -> None:
     room = room_of(8)
     parent = room.add(TEN)
-    with pytest.raises(InvalidCall, match="assigned cannot be forked"):
+    with pytest.raises(InvalidCall, match="waiting cannot be forked"):
         parent.fork()
     parent.cancel_turn(1)
     with pytest.raises(InvalidCall, match="nothing was computed"):
@@ -236,9 +236,9 @@ def test_fk10_the_childs_last_token_is_computed_again() -> None:
     room = room_of(8)
     room.decoder.choose = lambda sequence: 1
     parent = room.dormant(TEN)
-    assert (parent.processed_length, parent.current_length) == (10, 10)
+    assert (parent.num_computed_tokens, parent.current_length) == (10, 10)
     child = parent.fork()
-    assert child.processed_length == 9
+    assert child.num_computed_tokens == 9
     room.decoder.choose = next_token
     child.begin_turn([7])
     room.step()
@@ -351,9 +351,9 @@ def test_a_block_that_is_still_written_to_is_never_indexed() -> None:
     room = room_of(3, prefix_reuse=True)
     room.decoder.choose = lambda sequence: 1
     parent = room.dormant(TEN[:8])
-    assert parent.processed_length == 8 and room.pool.is_indexed(room.blocks(parent)[1])
+    assert parent.num_computed_tokens == 8 and room.pool.is_indexed(room.blocks(parent)[1])
     child = parent.fork()
-    assert child.processed_length == 4 and len(room.blocks(child)) == 1
+    assert child.num_computed_tokens == 4 and len(room.blocks(child)) == 1
     parent.close()
     room.engine.check_integrity()
     room.decoder.choose = next_token

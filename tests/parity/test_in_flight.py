@@ -100,14 +100,14 @@ def test_dp12_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
     def watch(step: Any) -> Any:
         table = room.cache.table(request.id)
         assert table is not None
-        seen.append((step.attention_metadata.tolist(), table.committed, request._record.processed))
+        seen.append((step.attention_metadata.tolist(), table.num_computed_tokens, request._record.num_computed_tokens))
         assert committed(room.cache, request.id, range(60)) == list(range(50))
         return forward(step)
 
     room.decoder.forward = watch  # type: ignore[method-assign]
     room.step()
     assert seen == [([4, 54, 54], 50, 50)]
-    assert request.processed_length == 54
+    assert request.num_computed_tokens == 54
 
 
 @pytest.mark.parity("F362", "F151")
@@ -121,7 +121,7 @@ def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
 
     def in_flight() -> list[int]:
         live = cache.paged._live
-        return [row.demand.target - row.demand.committed for row in live.rows] if live else []
+        return [row.demand.target - row.demand.num_computed_tokens for row in live.rows] if live else []
 
     first = start()
     assert in_flight() == [6]
@@ -131,7 +131,7 @@ def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
     first.release()
     assert in_flight() == []
     start().commit([56])
-    assert in_flight() == [] and cache.paged.table(X).committed == 56  # type: ignore[union-attr]
+    assert in_flight() == [] and cache.paged.table(X).num_computed_tokens == 56  # type: ignore[union-attr]
 
 
 @pytest.mark.parity("F365", "F362")
@@ -200,7 +200,7 @@ def test_a_step_owns_its_arrays_whatever_comes_after_it() -> None:
     assert len(kept[0]) == 7
     for step, copies in zip(room.decoder.steps, kept, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(arrays(step), copies, strict=True))
-    assert all(request.status is RequestStatus.TURN_COMPLETE for request in requests)
+    assert all(request.status is RequestStatus.IDLE for request in requests)
 
 
 @pytest.mark.parity("F356", "F062")

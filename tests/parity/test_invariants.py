@@ -68,7 +68,7 @@ def own_anothers_block(cache: PagedCache) -> None:
 
 
 def use_more_than_it_owns(cache: PagedCache) -> None:
-    cache._tables[Y].committed = 5
+    cache._tables[Y].num_computed_tokens = 5
 
 
 def own_fewer_columns(cache: PagedCache) -> None:
@@ -81,7 +81,7 @@ def miscount_an_owner(cache: PagedCache) -> None:
 
 def add_a_table_of_blocks_of_others(cache: PagedCache) -> None:
     table = BlockTable(4)
-    table.blocks, table.count, table.committed, table.resident = [0, 1], 2, 5, True
+    table.blocks, table.count, table.num_computed_tokens, table.resident = [0, 1], 2, 5, True
     cache._tables[7] = table
 
 
@@ -178,10 +178,10 @@ def test_in05_processed_never_passes_the_current_length(current: int, processed:
     assert request.current_length == current
     record = room.record(request)
     if sound:
-        assert record.processed == processed
+        assert record.num_computed_tokens == processed
         room.engine.check_integrity()
         return
-    record.processed = processed
+    record.num_computed_tokens = processed
     with pytest.raises(ContractViolation, match=f"processed {processed} of {current}"):
         room.engine.check_integrity()
 
@@ -201,10 +201,10 @@ def test_in06_a_table_without_a_request_is_found() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("processed", 1, "not what its table says"),
+        ("num_computed_tokens", 1, "not what its table says"),
         ("max_total", 2, "3 tokens, 2 allowed"),
         ("status", RequestStatus.CLOSED, "closed and still known"),
-        ("status", RequestStatus.UNASSIGNED, "never began a turn"),
+        ("status", RequestStatus.NEW, "never began a turn"),
     ],
 )
 def test_counters_and_states_that_contradict_memory_are_found(field: str, value: object, message: str) -> None:

@@ -27,9 +27,9 @@ def test_begin_turn_is_allowed_in_two_states_only(state: RequestStatus) -> None:
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
     before = visible(request)
-    if state in (RequestStatus.UNASSIGNED, RequestStatus.TURN_COMPLETE):
+    if state in (RequestStatus.NEW, RequestStatus.IDLE):
         request.begin_turn([9])
-        assert request.status is RequestStatus.ASSIGNED
+        assert request.status is RequestStatus.WAITING
     else:
         with pytest.raises(InvalidCall):
             request.begin_turn([9])
@@ -44,14 +44,14 @@ def test_cancel_ends_a_running_turn_only(state: RequestStatus) -> None:
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
     before = visible(request)
-    if state in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE):
+    if state in (RequestStatus.WAITING, RequestStatus.RUNNING):
         assert not request.cancel_turn(0)
         assert not request.cancel_turn(99)
         assert visible(request) == before
         assert request.cancel_turn(1)
-        assert request.status is RequestStatus.TURN_COMPLETE
+        assert request.status is RequestStatus.IDLE
         assert not request.cancel_turn(1)
-    elif state is RequestStatus.TURN_COMPLETE:
+    elif state is RequestStatus.IDLE:
         assert not any(request.cancel_turn(turn) for turn in (0, 1, 99))
         assert visible(request) == before
     else:
@@ -86,8 +86,8 @@ def test_run_moves_work_on_and_leaves_the_rest_alone(state: RequestStatus) -> No
     before = visible(request)
     engine.run(8)
     ran = len(engine._decoder.steps) - calls  # type: ignore[attr-defined]
-    if state in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE):
-        assert ran == 1 and request.status is RequestStatus.ACTIVE
+    if state in (RequestStatus.WAITING, RequestStatus.RUNNING):
+        assert ran == 1 and request.status is RequestStatus.RUNNING
     else:
         assert ran == 0 and visible(request) == before
 
@@ -170,12 +170,12 @@ def test_a_dropped_request_is_reclaimed_at_the_next_call_of_the_owner(boundary: 
 def test_taking_a_handle_again_cancels_abandonment() -> None:
     """EV-13."""
     engine = build_engine(ForcedDecoder(), max_batch_size=1)
-    handles = [request_in(engine, RequestStatus.TURN_COMPLETE)]
+    handles = [request_in(engine, RequestStatus.IDLE)]
     request_id, free = handles[0].id, free_blocks(engine)
     drop_elsewhere(handles)
     again = engine.get_request(request_id)
     engine.run(8)
-    assert again is not None and again.status is RequestStatus.TURN_COMPLETE
+    assert again is not None and again.status is RequestStatus.IDLE
     assert free_blocks(engine) == free and engine.stats()["residents"] == 1
     assert engine.get_request(request_id) is again
     again.begin_turn([9], TurnOptions(1))
@@ -185,7 +185,7 @@ def test_taking_a_handle_again_cancels_abandonment() -> None:
 @pytest.mark.parity("F043")
 def test_without_an_abandonment_the_boundary_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(ForcedDecoder())
-    requests = [request_in(engine, RequestStatus.TURN_COMPLETE) for _ in range(5)]
+    requests = [request_in(engine, RequestStatus.IDLE) for _ in range(5)]
     requests.pop()
     reclaim = engine._lifecycle.reclaim_abandoned
     reclaim()
@@ -237,7 +237,7 @@ def test_the_undrained_events_of_an_orphan_never_come() -> None:
 
 
 @pytest.mark.parity("F045")
-@pytest.mark.parametrize("state", [RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE, RequestStatus.ASSIGNED])
+@pytest.mark.parametrize("state", [RequestStatus.RUNNING, RequestStatus.IDLE, RequestStatus.WAITING])
 def test_handles_outlive_their_engine_as_tombstones(state: RequestStatus) -> None:
     """LC-12."""
     engine = build_engine(ForcedDecoder())
@@ -260,12 +260,12 @@ def test_handles_outlive_their_engine_as_tombstones(state: RequestStatus) -> Non
 def test_a_running_request_needs_no_handle_to_stay_alive_within_a_call() -> None:
     """Dropping handles in the middle of a turn frees nothing before the next boundary, and nothing twice."""
     engine = build_engine(ForcedDecoder())
-    handles = [request_in(engine, RequestStatus.ACTIVE)]
+    handles = [request_in(engine, RequestStatus.RUNNING)]
     held = free_blocks(engine)
     record = handles[0]._record
     drop_elsewhere(handles)
     gc.collect()
-    assert free_blocks(engine) == held and record.status is RequestStatus.ACTIVE
+    assert free_blocks(engine) == held and record.status is RequestStatus.RUNNING
     engine.run(1)
     assert record.status is RequestStatus.CLOSED and free_blocks(engine) == 128
     engine.check_integrity()
@@ -305,7 +305,7 @@ def all_calls(engine: Engine, request: Request) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parity("F047")
-@pytest.mark.parametrize("state", [RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE])
+@pytest.mark.parametrize("state", [RequestStatus.RUNNING, RequestStatus.IDLE])
 def test_every_call_from_another_thread_is_refused(state: RequestStatus) -> None:
     """LC-11."""
     engine = build_engine(ForcedDecoder())
@@ -333,7 +333,7 @@ def test_every_call_from_another_thread_is_refused(state: RequestStatus) -> None
 def test_the_engine_starts_no_thread() -> None:
     before = threading.active_count()
     engine = build_engine(ForcedDecoder())
-    request_in(engine, RequestStatus.TURN_COMPLETE)
+    request_in(engine, RequestStatus.IDLE)
     assert threading.active_count() == before
 
 
@@ -341,8 +341,8 @@ def test_the_engine_starts_no_thread() -> None:
 def test_no_call_is_allowed_from_inside_a_step() -> None:
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
-    active = request_in(engine, RequestStatus.ACTIVE)
-    dormant = request_in(engine, RequestStatus.TURN_COMPLETE)
+    active = request_in(engine, RequestStatus.RUNNING)
+    dormant = request_in(engine, RequestStatus.IDLE)
     calls = all_calls(engine, active) + all_calls(engine, dormant)
     errors: list[type[BaseException]] = []
 

@@ -69,11 +69,11 @@ def test_pl05_an_omitted_resident_keeps_its_blocks_and_slots() -> None:
     room = room_of()
     x = room.dormant([5, 9, 13])
     y = room.resident([7, 2, 20])
-    before = room.blocks(x), x.processed_length, room.cache.table(x.id)
+    before = room.blocks(x), x.num_computed_tokens, room.cache.table(x.id)
     room.step()
     room.step()
-    assert y.processed_length == 5 and len(room.blocks(y)) == 2
-    assert (room.blocks(x), x.processed_length, room.cache.table(x.id)) == before
+    assert y.num_computed_tokens == 5 and len(room.blocks(y)) == 2
+    assert (room.blocks(x), x.num_computed_tokens, room.cache.table(x.id)) == before
 
 
 @pytest.mark.parity("F104", "F117", "F120")
@@ -107,7 +107,7 @@ def test_pl08_any_ordered_subset_can_be_selected() -> None:
 def test_pl09_a_first_chunk_of_three_reserves_blocks_for_nine() -> None:
     room = room_of(chunk_size=3)
     z = room.resident([5] * 9)
-    assert z.processed_length == 3 and room.blocks(z) == [0, 1, 2]
+    assert z.num_computed_tokens == 3 and room.blocks(z) == [0, 1, 2]
 
 
 @pytest.mark.parity("F106", "F113")
@@ -156,13 +156,13 @@ def test_pl13_a_continuation_that_can_never_fit_fails_and_keeps_its_memory_until
     room = room_of()
     room.decoder.choose = lambda sequence: 1  # EOS
     x = room.dormant([5, 9, 13, 21])
-    assert (x.finish_reason, x.processed_length) == (FinishReason.EOS, 4)
+    assert (x.finish_reason, x.num_computed_tokens) == (FinishReason.EOS, 4)
     turn = x.begin_turn([3] * 9)
     events = room.step()
     assert [(e.request_id, e.turn_id, e.finish_reason, e.error_code) for e in events] == [
         (x.id, turn, FinishReason.FAILED, ErrorCode.UNSERVICEABLE)
     ]
-    assert room.blocks(x) == [0] and x.status is RequestStatus.TURN_COMPLETE
+    assert room.blocks(x) == [0] and x.status is RequestStatus.IDLE
     assert room.step() == [] and not room.engine.has_pending_requests()  # said once
     x.close()
     assert room.pool.free_count == 3
@@ -175,9 +175,9 @@ def test_a_continuation_reserves_its_whole_new_sequence_at_its_first_chunk() -> 
     x = room.dormant([5, 9, 13, 21])
     x.begin_turn([3] * 9)
     (row,) = room.plan().rows
-    assert (row.demand.new, row.demand.whole, row.demand.target) == (False, 13, 5)
+    assert (row.demand.new, row.demand.length, row.demand.target) == (False, 13, 5)
     room.step()
-    assert len(room.blocks(x)) == 4 and x.processed_length == 5
+    assert len(room.blocks(x)) == 4 and x.num_computed_tokens == 5
 
 
 @pytest.mark.parity("F103", "F120")
@@ -204,7 +204,7 @@ def test_each_limit_defers_with_its_own_reason() -> None:
     growth.dormant([5] * 8)
     decode = growth.resident([7, 2, 20, 4])
     assert deferrals(growth) == {decode.id: BLOCKS}
-    assert decode.status is RequestStatus.ACTIVE and len(growth.blocks(decode)) == 1
+    assert decode.status is RequestStatus.RUNNING and len(growth.blocks(decode)) == 1
 
 
 @pytest.mark.parity("F108", "F109")
@@ -216,8 +216,8 @@ def test_a_blocked_candidate_is_skipped_and_later_ones_run() -> None:
     before = room.blocks(resident)
     assert selected(room) == [resident.id, fits.id] and deferrals(room) == {blocked.id: BLOCKS}
     room.step()
-    assert (blocked.status, room.blocks(blocked), blocked.processed_length) == (RequestStatus.ASSIGNED, [], 0)
-    assert fits.status is RequestStatus.ACTIVE
+    assert (blocked.status, room.blocks(blocked), blocked.num_computed_tokens) == (RequestStatus.WAITING, [], 0)
+    assert fits.status is RequestStatus.RUNNING
     assert room.blocks(resident) == before
 
 
@@ -230,7 +230,7 @@ def test_a_step_runs_although_others_are_deferred_and_says_so() -> None:
     report = room.engine.last_report
     assert report.outcome is StepOutcome.COMMITTED and report.rows == 1
     assert [(d.request_id, d.missing_blocks) for d in report.deferrals] == [(z.id, 1)]
-    assert room.engine.metrics.capacity_deferrals == 1 and x.processed_length == 2
+    assert room.engine.metrics.capacity_deferrals == 1 and x.num_computed_tokens == 2
 
 
 @pytest.mark.parity("F116", "F363")
@@ -247,7 +247,7 @@ def test_an_unserviceable_request_ends_once_and_blocks_nobody() -> None:
     assert len(room.tokens[small.id]) == 3 and not room.blocks(huge)
     again = room.add([9])  # the engine is healthy
     room.step()
-    assert again.processed_length == 1
+    assert again.num_computed_tokens == 1
 
 
 @pytest.mark.parity("F117", "F118", "F119")
@@ -261,13 +261,13 @@ def test_blocked_work_is_reported_waits_and_runs_after_a_close() -> None:
         assert event.request_id is None
         assert event.flags == EventFlags.CAPACITY_BLOCKED and event.error_code == ErrorCode.DEFERRED
         assert room.engine.last_report.outcome is StepOutcome.CAPACITY_DEFERRED
-        assert room.engine.has_pending_requests() and z.status is RequestStatus.ASSIGNED
+        assert room.engine.has_pending_requests() and z.status is RequestStatus.WAITING
         # The engine evicts nobody by itself.
         assert (room.blocks(first), room.blocks(second)) == tables
     steps = len(room.decoder.steps)
     first.close()
     room.step()
-    assert len(room.decoder.steps) == steps + 1 and z.processed_length == 5
+    assert len(room.decoder.steps) == steps + 1 and z.num_computed_tokens == 5
 
 
 @pytest.mark.parity("F123")
@@ -286,7 +286,7 @@ def test_memory_that_runs_out_while_planning_is_raised_and_the_engine_stays_heal
     assert room.fingerprint() == before and not room.decoder.steps
     room.engine._scheduler.plan = plan  # type: ignore[method-assign]
     room.step()
-    assert z.processed_length == 2
+    assert z.num_computed_tokens == 2
 
 
 # -- fairness ---------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_decodes_starve_a_prefill_unless_bounds_are_on(bounded: bool) -> None:
     late = room.add([6, 7])
     for _ in range(50):
         room.step()
-    assert (late.processed_length > 0) == bounded
+    assert (late.num_computed_tokens > 0) == bounded
 
 
 @pytest.mark.parity("F122")
@@ -348,18 +348,18 @@ def test_a_large_prompt_is_overtaken_for_ever_unless_bounds_are_on(bound: int | 
     large = room.add([3] * 9, max_generated_tokens=1)
     overtakes = 0
     for _ in range(40):
-        if large.processed_length:
+        if large.num_computed_tokens:
             break
         following = room.add([4] * 3, max_generated_tokens=2)
         room.step()
-        overtakes += following.status is not RequestStatus.ASSIGNED
+        overtakes += following.status is not RequestStatus.WAITING
         if small.finish_reason is not None:
             small.close()
             small = following
     if bound is None:
-        assert large.processed_length == 0 and overtakes > 10
+        assert large.num_computed_tokens == 0 and overtakes > 10
     else:
-        assert large.processed_length == 9 and overtakes == bound
+        assert large.num_computed_tokens == 9 and overtakes == bound
 
 
 @pytest.mark.parity("F125")
@@ -397,18 +397,18 @@ def test_a_large_continuation_is_overtaken_for_ever_unless_bounds_are_on(bound: 
     large.begin_turn([3] * 10)  # 15 positions: three more blocks
     overtakes = 0
     for _ in range(40):
-        if large.processed_length > 4:
+        if large.num_computed_tokens > 4:
             break
         following = room.add([4] * 3, max_generated_tokens=2)
         room.step()
-        overtakes += following.status is not RequestStatus.ASSIGNED
+        overtakes += following.status is not RequestStatus.WAITING
         if small.finish_reason is not None:
             small.close()
             small = following
     if bound is None:
-        assert large.processed_length == 4 and overtakes > 10
+        assert large.num_computed_tokens == 4 and overtakes > 10
     else:
-        assert large.processed_length == 15 and overtakes == bound
+        assert large.num_computed_tokens == 15 and overtakes == bound
 
 
 @pytest.mark.parity("F121")
@@ -429,7 +429,7 @@ def test_a_long_prompt_beside_31_endless_decodes(bounded: bool, rows: int) -> No
         fairness=fairness,
     )
     decodes = endless(room, 31)
-    while any(r.processed_length == 0 for r in decodes):
+    while any(r.num_computed_tokens == 0 for r in decodes):
         room.step()
     prompt = room.add([3] * 2000, max_generated_tokens=1)
     generated = {r.id: r.current_length for r in decodes}
@@ -441,7 +441,7 @@ def test_a_long_prompt_beside_31_endless_decodes(bounded: bool, rows: int) -> No
             waited[name] = 0 if name in served else waited[name] + 1
             assert waited[name] <= 8 + 2
         room.step()
-        progress.append(prompt.processed_length)
+        progress.append(prompt.num_computed_tokens)
     assert (prompt.finish_reason is not None) == bounded
     if not bounded:
         assert progress == [(rows - 31) * step for step in range(1, 252)]

@@ -17,7 +17,7 @@ from tests.support.engine_room import FIFO, Room
 
 def record(number: int, processed: int, preemptions: int = 0) -> RequestRecord:
     made = RequestRecord(number, RequestOptions(), 100)
-    made.submitted, made.processed, made.preemptions = number, processed, preemptions
+    made.submitted, made.num_computed_tokens, made.preemptions = number, processed, preemptions
     return made
 
 
@@ -34,7 +34,7 @@ def test_pr01_nobody_is_preempted_while_no_row_needs_a_block() -> None:
     y = room.add([7])
     assert (x.current_length, len(room.blocks(x)), room.pool.free_count) == (12, 3, 0)
     room.step()
-    assert x.processed_length == 12 and room.engine.metrics.preemptions == 0
+    assert x.num_computed_tokens == 12 and room.engine.metrics.preemptions == 0
     assert room.engine.last_report.deferrals[0].reason is DeferralReason.BLOCKS and not room.blocks(y)
 
 
@@ -62,7 +62,7 @@ def test_pr06_who_was_preempted_before_comes_last_and_nobody_is_preempted_in_vai
     huge = room.add([5] * 77)  # 20 blocks
     room.step()
     assert room.engine.metrics.preemptions == 0 and huge.finish_reason is FinishReason.FAILED
-    assert all(request.status is RequestStatus.ACTIVE for request in running)
+    assert all(request.status is RequestStatus.RUNNING for request in running)
 
 
 @pytest.mark.parity("F342", "F365")
@@ -75,8 +75,8 @@ def test_pr03_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if
         if not room.engine.metrics.preemptions:
             room.step()
     # Three blocks each; x goes on, y has given its blocks back in one piece.
-    assert x.status is RequestStatus.ACTIVE and y.status is RequestStatus.ASSIGNED
-    assert (y.processed_length, room.blocks(y), y._record.preemptions) == (0, [], 1)
+    assert x.status is RequestStatus.RUNNING and y.status is RequestStatus.WAITING
+    assert (y.num_computed_tokens, room.blocks(y), y._record.preemptions) == (0, [], 1)
     assert y.current_length == 13 and list(room.engine._lifecycle.requests.queue) == [y.id, waiting.id]
     for _ in range(40):
         for event in room.step():

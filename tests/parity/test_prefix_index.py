@@ -299,7 +299,7 @@ def test_rewind_into_a_shared_block_falls_to_its_start() -> None:
     room.run_out()
     assert second.usage.cached_tokens == 8
     second.rewind(6)
-    assert (second.current_length, second.processed_length) == (6, 4)
+    assert (second.current_length, second.num_computed_tokens) == (6, 4)
     second.begin_turn([33], second._record.turn_options)
     room.run_out()
     assert room.tokens[second.id][-1] == solo([*EIGHT_UP[:6], 33], 1)[0]

@@ -26,7 +26,7 @@ def genai(blocks: int) -> PagedCache:
 
 
 def state_of(cache: PagedCache) -> object:
-    tables = [(i, list(t.blocks), t.count, t.committed) for i, t in cache._tables.items() if t.resident]
+    tables = [(i, list(t.blocks), t.count, t.num_computed_tokens) for i, t in cache._tables.items() if t.resident]
     return tables, cache.pool.free_ids(), list(cache.pool._owners)
 
 
@@ -75,24 +75,24 @@ def test_rs06_commit_publishes_once() -> None:
     cache = genai(2)
     reservation = advance(cache, demand(cache, X, 5))
     table = cache.table(X)
-    assert table is not None and table.committed == 5 and table.used_slots() == [4, 1]
+    assert table is not None and table.num_computed_tokens == 5 and table.used_slots() == [4, 1]
     for again in (lambda: reservation.commit([5]), lambda: reservation.validate([5]), reservation.release):
         with pytest.raises(ContractViolation, match="a committed reservation"):
             again()
-    assert table.committed == 5 and cache.pool.available == 0
+    assert table.num_computed_tokens == 5 and cache.pool.available == 0
 
 
 @pytest.mark.parity("F142", "F106")
 def test_rs07_the_whole_prompt_is_reserved_at_its_first_chunk() -> None:
     cache = genai(3)
-    advance(cache, demand(cache, X, 2, whole=9))
+    advance(cache, demand(cache, X, 2, length=9))
     table = cache.table(X)
     assert table is not None
-    assert (len(table.blocks), cache.pool.available, table.committed) == (3, 0, 2)
-    row = demand(cache, X, 6, whole=9)
+    assert (len(table.blocks), cache.pool.available, table.num_computed_tokens) == (3, 0, 2)
+    row = demand(cache, X, 6, length=9)
     assert cache.blocks_to_add(row) == 0
     advance(cache, row)
-    assert (len(table.blocks), table.committed) == (3, 6)
+    assert (len(table.blocks), table.num_computed_tokens) == (3, 6)
 
 
 @pytest.mark.parity("F111", "F112", "F140", "F152")
@@ -127,7 +127,7 @@ def test_a_reservation_leaves_committed_tables_alone_and_its_release_returns_all
     cache.check_integrity()
     x, y = cache.table(X), cache.table(Y)
     assert x is not None and y is not None and cache.table(Z) is None
-    assert (x.count, x.committed, y.count, y.committed) == (1, 4, 1, 3)
+    assert (x.count, x.num_computed_tokens, y.count, y.num_computed_tokens) == (1, 4, 1, 3)
     assert (cache.pool.available, cache.resident_count, list(cache.residents())) == (0, 2, [X, Y])
     reservation.release()
     assert state_of(cache) == before
@@ -166,16 +166,16 @@ def grow_pool(cache: PagedCache) -> None:
 
 def replace_omitted_table(cache: PagedCache) -> None:
     table = BlockTable(4)
-    table.blocks, table.count, table.committed, table.resident = cache._tables[Y].blocks, 1, 4, True
+    table.blocks, table.count, table.num_computed_tokens, table.resident = cache._tables[Y].blocks, 1, 4, True
     cache._tables[Y] = table
 
 
 def advance_omitted_table(cache: PagedCache) -> None:
-    cache._tables[Y].committed += 1
+    cache._tables[Y].num_computed_tokens += 1
 
 
 def advance_planned_table(cache: PagedCache) -> None:
-    cache._tables[X].committed += 1
+    cache._tables[X].num_computed_tokens += 1
 
 
 def remap_omitted_table(cache: PagedCache) -> None:
@@ -263,24 +263,24 @@ def test_a_draft_step_is_narrowed_to_what_was_accepted(accepted: int, blocks: in
     cache = PagedCache(BlockPool(8, 1, "fifo"), 4)
     advance(cache, demand(cache, X, 11))
     cache.pool.allocate(3)
-    reservation = cache.reserve([demand(cache, X, 14, whole=12)])
+    reservation = cache.reserve([demand(cache, X, 14, length=12)])
     assert cache.pool.free_ids() == []
     reservation.validate([12 + accepted])
     reservation.commit([12 + accepted])
     table = cache.table(X)
     assert table is not None and len(table.blocks) == blocks and cache.pool.free_ids() == free
-    assert table.committed == 12 + accepted
+    assert table.num_computed_tokens == 12 + accepted
 
 
 @pytest.mark.parity("F352")
 def test_a_boundary_advances_by_what_was_kept_not_by_what_was_written() -> None:
     cache = PagedCache(BlockPool(40, 1, "fifo"), 4)
     advance(cache, demand(cache, X, 100))
-    reservation = cache.reserve([demand(cache, X, 104, whole=101)])
+    reservation = cache.reserve([demand(cache, X, 104, length=101)])
     reservation.validate([102])
     reservation.commit([102])
     table = cache.table(X)
-    assert table is not None and table.committed == 102
+    assert table is not None and table.num_computed_tokens == 102
 
 
 @pytest.mark.parity("F353")
@@ -289,9 +289,9 @@ def test_rejected_rows_stay_written_and_invalid_until_they_are_overwritten() -> 
     memory = {}
 
     def step(target: int, whole: int, kept: int, mark: str) -> None:
-        reservation = cache.reserve([demand(cache, X, target, whole=whole)])
+        reservation = cache.reserve([demand(cache, X, target, length=whole)])
         table = reservation.rows[0].table
-        for position in range(table.committed, target):
+        for position in range(table.num_computed_tokens, target):
             memory[table.slot(position)] = f"{mark}{position}"
         reservation.commit([kept])
 
@@ -299,7 +299,7 @@ def test_rejected_rows_stay_written_and_invalid_until_they_are_overwritten() -> 
     step(12, 10, 10, "draft")
     table = cache.table(X)
     assert table is not None
-    assert memory[table.slot(10)] == "draft10" and table.committed == 10 and table.used_slots() == [4, 4, 2]
+    assert memory[table.slot(10)] == "draft10" and table.num_computed_tokens == 10 and table.used_slots() == [4, 4, 2]
     step(12, 12, 12, "b")
     assert [memory[table.slot(p)] for p in (9, 10, 11)] == ["draft9", "b10", "b11"]
 
@@ -356,7 +356,7 @@ def test_memory_that_moves_during_a_step_stops_the_engine(tamper: Callable[[Page
     tokens = first.tokens
     events = room.engine.run(10)
     assert [e.request_id for e in events if e.flags & EventFlags.FAILED] == [X]
-    assert first.tokens == tokens and first.processed_length == 3
+    assert first.tokens == tokens and first.num_computed_tokens == 3
     # Found in time to roll back, not while publishing.
     assert room.engine.last_report.outcome is StepOutcome.EXECUTION_CONTRACT_FAILURE
     assert room.engine.metrics.rollbacks == 1

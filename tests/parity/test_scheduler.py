@@ -23,7 +23,7 @@ def test_sc01_planning_one_prompt_allocates_nothing() -> None:
     room = Room(**FIFO)
     request = room.add(P10)
     assert room.counts() == [(request.id, 3)]
-    assert request.status is RequestStatus.ASSIGNED and room.pool.free_count == 128 and room.pool.generation == 0
+    assert request.status is RequestStatus.WAITING and room.pool.free_count == 128 and room.pool.generation == 0
 
 
 @pytest.mark.parity("F093", "F097")
@@ -44,7 +44,7 @@ def test_sc03_residents_beyond_the_capacity_are_deferred() -> None:
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in requests[:2]]
     assert [(d.request_id, d.reason) for d in plan.deferrals] == [(requests[2].id, DeferralReason.RESIDENTS)]
-    assert {r.status for r in requests} == {RequestStatus.ASSIGNED}
+    assert {r.status for r in requests} == {RequestStatus.WAITING}
 
 
 @pytest.mark.parity("F084", "F104", "F118")
@@ -78,7 +78,7 @@ def test_sc07_sc09_a_prompt_of_three_under_a_budget_of_two(chunk: int, count: in
     room = Room(max_scheduled_tokens=2, chunk_size=chunk)
     room.add(P10)
     (row,) = room.plan().rows
-    assert (row.count, row.demand.target, row.demand.whole) == (count, count, 3)
+    assert (row.count, row.demand.target, row.demand.length) == (count, count, 3)
 
 
 @pytest.mark.parity("F095", "F234")
@@ -120,7 +120,7 @@ def test_a_plan_with_a_request_twice_a_finished_one_or_a_gap_is_refused() -> Non
         plan.check()
     plan = room.plan()
     request.cancel_turn(1)
-    with pytest.raises(ContractViolation, match="turn_complete"):
+    with pytest.raises(ContractViolation, match="is idle and cannot run"):
         plan.check()
 
 
@@ -207,7 +207,7 @@ def test_sc16_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
     room = Room(num_blocks=4, max_batch_size=2, chunk_size=3, **LOWEST)
     prefill, decode = room.add([4, 5, 6, 7, 8]), room.add([9])
     room.step()
-    assert (prefill.processed_length, decode.processed_length) == (3, 1)
+    assert (prefill.num_computed_tokens, decode.num_computed_tokens) == (3, 1)
     room.engine._scheduler = Scheduler(
         room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_scheduled_tokens=1)
     )
@@ -216,7 +216,7 @@ def test_sc16_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
     before = room.blocks(prefill), room.cache.table(prefill.id)
     room.step()
     assert (room.blocks(prefill), room.cache.table(prefill.id)) == before
-    assert (prefill.processed_length, decode.processed_length) == (3, 2)
+    assert (prefill.num_computed_tokens, decode.num_computed_tokens) == (3, 2)
 
 
 @pytest.mark.parity("F086", "F084")
@@ -247,7 +247,7 @@ def test_sc18_a_prompt_spans_steps_and_reserves_at_the_first() -> None:
     while request.finish_reason is None:
         counts.append(room.counts()[0][1])
         events.append(len(room.step()))
-        slots.append(request.processed_length)
+        slots.append(request.num_computed_tokens)
         assert len(room.blocks(request)) == 3
     assert counts == [2, 2, 2, 2, 1] and slots == [2, 4, 6, 8, 9] and events == [0, 0, 0, 0, 1]
 
@@ -260,7 +260,7 @@ def test_candidates_are_residents_in_resident_order_then_the_queue_in_order_of_s
     third.begin_turn([7])
     first.begin_turn([7])
     assert [row.record.id for row in room.plan().rows] == [first.id, third.id, queued[0].id, queued[1].id]
-    assert second.status is RequestStatus.TURN_COMPLETE
+    assert second.status is RequestStatus.IDLE
 
 
 @pytest.mark.parity("F085")
@@ -296,8 +296,8 @@ def test_targets_are_processed_plus_count_and_whole_is_the_current_length() -> N
     prompt = room.add([4, 5, 6, 7, 8])
     room.step()
     rows = {row.record.id: row.demand for row in room.plan().rows}
-    assert (rows[decode.id].target, rows[decode.id].whole) == (decode.processed_length + 1, decode.current_length)
-    assert (rows[prompt.id].target, rows[prompt.id].whole) == (4, 5)
+    assert (rows[decode.id].target, rows[decode.id].length) == (decode.num_computed_tokens + 1, decode.current_length)
+    assert (rows[prompt.id].target, rows[prompt.id].length) == (4, 5)
 
 
 @pytest.mark.parity("F097")
@@ -341,7 +341,7 @@ def test_any_budget_and_chunk_writes_each_position_once_and_gives_the_same_token
         for row in range(len(starts) - 1):
             if int(step.block_table[row, 0]) == room.blocks(request)[0]:
                 positions += step.position_ids[starts[row] : starts[row + 1]].tolist()
-    assert positions == list(range(request.processed_length))
+    assert positions == list(range(request.num_computed_tokens))
 
 
 @pytest.mark.parity("F086", "F108")

@@ -88,7 +88,7 @@ def test_a_second_turn_with_eos_in_its_input(engine: Engine, peer: bool) -> None
     first = start(engine, A, 60)
     long = start(engine, L, 100) if peer else None
     events = []
-    while first.status is not RequestStatus.TURN_COMPLETE:
+    while first.status is not RequestStatus.IDLE:
         events += engine.run(8)
     assert tokens_of(events, first) == solo(A, 60) and first.finish_reason is FinishReason.EOS
     first.begin_turn([1, 12], TurnOptions(60))
@@ -104,7 +104,7 @@ def test_dropped_requests_make_room(engine: Engine) -> None:
     """SY-08."""
     requests = [start(engine, [5 + i, 9, 13], 1) for i in range(8)]
     run_out(engine)
-    assert {request.status for request in requests} == {RequestStatus.TURN_COMPLETE}
+    assert {request.status for request in requests} == {RequestStatus.IDLE}
     requests.clear()
     request = start(engine, A, 4)
     assert tokens_of(run_out(engine), request) == [21, 30, 40, 51]
@@ -152,7 +152,7 @@ def test_slots_and_blocks_grow_as_the_sequence_does(engine: Engine) -> None:
     while engine.has_pending_requests():
         engine.run(8)
         engine.check_integrity()
-        slots.append(request.processed_length)
+        slots.append(request.num_computed_tokens)
         blocks.append(engine.blocks_of(request))
     assert slots == list(range(3, 19))
     assert blocks == [-(-n // 4) for n in range(3, 19)]
@@ -190,9 +190,7 @@ def test_a_random_workload_equals_the_closed_form(kind: type[SyntheticDecoder], 
     def run() -> None:
         for event in engine.run(8):
             if event.request_id is None:
-                dormant = [
-                    r for r in requests.values() if r.status is RequestStatus.TURN_COMPLETE and r.processed_length
-                ]
+                dormant = [r for r in requests.values() if r.status is RequestStatus.IDLE and r.num_computed_tokens]
                 assert dormant, event.message
                 close(dormant[0])
             elif event.token is not None:
@@ -214,11 +212,11 @@ def test_a_random_workload_equals_the_closed_form(kind: type[SyntheticDecoder], 
             close(rng.choice(list(requests.values())))
         elif action < 0.3 and requests:
             request = rng.choice(list(requests.values()))
-            if request.status in (RequestStatus.ACTIVE, RequestStatus.ASSIGNED):
+            if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING):
                 request.cancel_turn(request.turn_id)
         elif action < 0.45 and requests and not engine.stats()["pending_events"]:
             request = rng.choice(list(requests.values()))
-            if request.status is RequestStatus.TURN_COMPLETE and request.current_length < 35:
+            if request.status is RequestStatus.IDLE and request.current_length < 35:
                 request.begin_turn([12], TurnOptions(rng.randint(1, 9)))
                 expected[request.id].append(12)
         run()
@@ -248,7 +246,7 @@ def test_preempted_turns_say_the_same(reuse: bool, blocks: int) -> None:
         for event in engine.run(8):
             if event.request_id is None:  # only dormant requests are in the way
                 waiting.append(event)
-                next(r for r in requests if r.status is RequestStatus.TURN_COMPLETE and r.processed_length).rewind(0)
+                next(r for r in requests if r.status is RequestStatus.IDLE and r.num_computed_tokens).rewind(0)
         engine.check_integrity()
     assert engine.metrics.preemptions > 0
     assert all(request.finish_reason is FinishReason.MAX_GENERATED_TOKENS for request in requests)

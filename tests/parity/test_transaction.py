@@ -107,7 +107,7 @@ def everything(engine: Engine) -> dict[str, object]:
     cache, life = engine._cache, engine._lifecycle
     tables = cache.paged._tables
     return {
-        "tables": {i: (list(t.blocks), t.count, t.committed, t.resident) for i, t in tables.items()},
+        "tables": {i: (list(t.blocks), t.count, t.num_computed_tokens, t.resident) for i, t in tables.items()},
         "table order": list(tables),
         "free": sorted(cache.pool.free_ids()),
         "idle": list(cache.pool._idle),
@@ -118,7 +118,7 @@ def everything(engine: Engine) -> dict[str, object]:
             r.id: (
                 list(r.history.ids),
                 r.history.length,
-                r.processed,
+                r.num_computed_tokens,
                 r.status,
                 r.turn_id,
                 r.turn_generated,
@@ -242,7 +242,7 @@ def test_what_a_rolled_back_step_wrote_is_never_read() -> None:
         engine.run(8)
         # Whatever is not committed is overwritten with nonsense.
         table = engine._cache.table(request.id)
-        valid = {table.slot(p) for p in range(table.committed)} if table else set()
+        valid = {table.slot(p) for p in range(table.num_computed_tokens)} if table else set()
         flat = decoder.cache.reshape(-1)
         flat[[slot for slot in range(len(flat)) if slot not in valid]] = 11
     run_out(engine)
@@ -264,7 +264,7 @@ def test_without_room_for_its_output_a_step_does_not_reach_the_model(monkeypatch
         patched.setattr(TokenHistory, "stage", lambda _, places: (_ for _ in ()).throw(MemoryError("places")))
         [event] = engine.run(8)
     assert "places" in event.message and decoder.decode_calls == 0
-    assert engine.stats()["blocks_free"] == 128 and request.status is RequestStatus.ASSIGNED
+    assert engine.stats()["blocks_free"] == 128 and request.status is RequestStatus.WAITING
     engine.check_integrity()
 
 
@@ -280,7 +280,7 @@ def test_a_failure_leaves_earlier_steps_alone() -> None:
     decoder.fail_next = lambda: RetryableStepError("later")
     engine.run(8)
     assert everything(engine) == before and engine.stats()["residents"] == 1
-    assert (request.tokens, request.processed_length) == ([*P10, 5], 3)
+    assert (request.tokens, request.num_computed_tokens) == ([*P10, 5], 3)
 
 
 @pytest.mark.parity("F165")
@@ -324,7 +324,7 @@ def test_publishing_grows_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.run(64)
         assert sizes["after"].keys() == sizes["before"].keys()
         assert all(sizes["after"][name] <= sizes["before"][name] for name in sizes["after"])
-    assert any(request.status is RequestStatus.TURN_COMPLETE for request in requests)
+    assert any(request.status is RequestStatus.IDLE for request in requests)
 
 
 @pytest.mark.parity("F165")
@@ -360,8 +360,8 @@ def test_a_first_step_can_end_the_turn_at_once() -> None:
     seen: list[RequestStatus] = []
     decoder.choose = lambda _: seen.extend(r.status for r in requests) or 5  # type: ignore[func-returns-value]
     engine.run(8)
-    assert set(seen) == {RequestStatus.ASSIGNED}
-    assert [r.status for r in requests] == [RequestStatus.TURN_COMPLETE, RequestStatus.ACTIVE]
+    assert set(seen) == {RequestStatus.WAITING}
+    assert [r.status for r in requests] == [RequestStatus.IDLE, RequestStatus.RUNNING]
 
 
 @pytest.mark.parity("F167")

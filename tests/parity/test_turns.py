@@ -58,7 +58,7 @@ def test_turns_are_numbered_from_one() -> None:
 def test_the_last_turn_id_is_never_passed() -> None:
     """LC-10."""
     engine = build_engine(ForcedDecoder())
-    request = request_in(engine, RequestStatus.TURN_COMPLETE)
+    request = request_in(engine, RequestStatus.IDLE)
     request._record.turn_id = LAST_TURN_ID
     before = visible(request)
     with pytest.raises(InvalidCall, match="turn ids"):
@@ -124,7 +124,7 @@ def test_a_first_turn_is_taken_in_whole_or_not_at_all(monkeypatch: pytest.Monkey
             patched.setattr(type(record.history), "extend", broken)
         with pytest.raises(MemoryError):
             request.begin_turn([5, 9, 13], TurnOptions(12))
-    assert visible(request) == before and request.status is RequestStatus.UNASSIGNED
+    assert visible(request) == before and request.status is RequestStatus.NEW
     assert not engine.has_pending_requests()
     engine.check_integrity()
     assert request.begin_turn([5, 9, 13], TurnOptions(12)) == 1
@@ -137,7 +137,7 @@ def test_a_continuation_whose_append_fails_keeps_the_last_turn_and_can_be_retrie
 ) -> None:
     """LC-16."""
     engine = build_engine(ForcedDecoder())
-    request = request_in(engine, RequestStatus.TURN_COMPLETE)
+    request = request_in(engine, RequestStatus.IDLE)
     before = visible(request)
     with monkeypatch.context() as patched:
         patched.setattr(type(request._record.history), "extend", Failing(MemoryError("append")))
@@ -155,8 +155,8 @@ def test_a_continuation_whose_append_fails_keeps_the_last_turn_and_can_be_retrie
 def test_a_continuation_that_cannot_be_undone_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """LC-15."""
     engine = build_engine(ForcedDecoder())
-    request = request_in(engine, RequestStatus.TURN_COMPLETE)
-    other = request_in(engine, RequestStatus.ACTIVE)
+    request = request_in(engine, RequestStatus.IDLE)
+    other = request_in(engine, RequestStatus.RUNNING)
     engine.run(8)
     with monkeypatch.context() as patched:
         patched.setattr(type(request._record.history), "extend", Failing(MemoryError("append")))
@@ -274,11 +274,11 @@ def test_every_finish_reason_has_its_run() -> None:
     finish(5, TurnOptions(max_generated_tokens=2))
     finish(5, TurnOptions(), session=6)
     engine = build_engine(ForcedDecoder())
-    request = request_in(engine, RequestStatus.ACTIVE)
+    request = request_in(engine, RequestStatus.RUNNING)
     request.cancel_turn(1)
     seen.append(request.finish_reason)
     engine = build_engine(decoder := ForcedDecoder())
-    request = request_in(engine, RequestStatus.ACTIVE)
+    request = request_in(engine, RequestStatus.RUNNING)
     decoder.fail_next = lambda: RuntimeError("fatal")
     engine.run(8)
     seen.append(request.finish_reason)
@@ -330,7 +330,7 @@ def test_eos_is_neither_appended_nor_emitted_nor_replayed() -> None:
     request.begin_turn(P10)
     events = run_out(engine)
     assert [event.token for event in events] == [5, 6, None]
-    assert (request.current_length, request.processed_length) == (5, 5)
+    assert (request.current_length, request.num_computed_tokens) == (5, 5)
     assert events[-1].finish_reason is FinishReason.EOS
     assert (events[-1].usage.prompt_tokens, events[-1].usage.generated_tokens) == (3, 2)
     request.begin_turn([10, 11])
@@ -371,7 +371,7 @@ def test_after_a_length_finish_the_last_token_is_replayed_and_counts_nowhere() -
     request = engine.create_request()
     request.begin_turn(P10, TurnOptions(2))
     run_out(engine)
-    assert (request.current_length, request.processed_length) == (5, 4)
+    assert (request.current_length, request.num_computed_tokens) == (5, 4)
     request.begin_turn([10, 11], TurnOptions(1))
     events = run_out(engine)
     assert decoder.packed_counts()[-1] == [3] and decoder.steps[-1].past_sequence_lengths.tolist() == [4]

@@ -224,7 +224,7 @@ def test_wr08_only_the_window_pool_defers() -> None:
     assert room.pool.available > 100
     room.cache.windows.pool.free(taken)
     room.step()
-    assert third.status is RequestStatus.ACTIVE
+    assert third.status is RequestStatus.RUNNING
 
 
 @pytest.mark.parity("F103", "F120")
@@ -319,11 +319,11 @@ def test_a_rewind_goes_no_further_back_than_the_ring_does() -> None:
     for length in range(12):
         room = room_of()
         request = room.dormant([5, 9, 13, 2], generated=8)
-        assert request.current_length == 12 and request.processed_length == 11
+        assert request.current_length == 12 and request.num_computed_tokens == 11
         kept = request.tokens[:length]
         request.rewind(length)
         room.engine.check_integrity()
-        assert request.processed_length == (length if length >= 5 else 0)
+        assert request.num_computed_tokens == (length if length >= 5 else 0)
         request.begin_turn([6, 2])
         while request.current_length == length + 2:
             room.step()
@@ -335,7 +335,7 @@ def test_a_fork_computes_its_sequence_again() -> None:
     room = room_of()
     parent = room.dormant([5, 9, 13])
     child = parent.fork()
-    assert child.processed_length == 0
+    assert child.num_computed_tokens == 0
     child.begin_turn([4])
     sequence = child.tokens
     while child.current_length == len(sequence):

@@ -21,12 +21,12 @@ FIFO: dict[str, Any] = {"block_order": "fifo", "first_block_id": 1}
 
 
 def demand(
-    cache: PagedCache, request_id: int, target: int, whole: int | None = None, adopted: tuple[int, ...] = ()
+    cache: PagedCache, request_id: int, target: int, length: int | None = None, adopted: tuple[int, ...] = ()
 ) -> RowDemand:
     """A row for `target` positions, new or resident as the cache knows it."""
     table = cache.table(request_id)
-    committed = len(adopted) * cache.block_size if table is None else table.committed
-    return RowDemand(request_id, table is None, committed, target, target if whole is None else whole, adopted)
+    committed = len(adopted) * cache.block_size if table is None else table.num_computed_tokens
+    return RowDemand(request_id, table is None, committed, target, target if length is None else length, adopted)
 
 
 def advance(cache: PagedCache, *demands: RowDemand) -> Reservation:
@@ -115,9 +115,12 @@ class Room:
         """All that planning could change: statuses, tables, owners, the order of the free list, counters."""
         records = self.engine._lifecycle.requests.records.values()
         return (
-            [(r.id, r.status, r.processed, tuple(r.history.ids), r.passed_over, r.overtaken) for r in records],
+            [
+                (r.id, r.status, r.num_computed_tokens, tuple(r.history.ids), r.passed_over, r.overtaken)
+                for r in records
+            ],
             list(self.engine._lifecycle.requests.queue),
-            [(i, list(t.blocks), t.count, t.committed, t.epoch) for i, t in self.cache.paged._tables.items()],
+            [(i, list(t.blocks), t.count, t.num_computed_tokens, t.epoch) for i, t in self.cache.paged._tables.items()],
             self.pool.free_ids(),
             list(self.pool._owners),
             bytes(self.pool._indexed),

@@ -14,10 +14,10 @@ STATES = list(RequestStatus)
 def request_in(engine: Engine, state: RequestStatus) -> Request:
     """A request of one turn in the wanted state; a running turn has id 1."""
     request = engine.create_request()
-    if state is RequestStatus.UNASSIGNED:
+    if state is RequestStatus.NEW:
         return request
-    request.begin_turn(P10, TurnOptions(max_generated_tokens=1 if state is RequestStatus.TURN_COMPLETE else 9))
-    if state in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE):
+    request.begin_turn(P10, TurnOptions(max_generated_tokens=1 if state is RequestStatus.IDLE else 9))
+    if state in (RequestStatus.RUNNING, RequestStatus.IDLE):
         engine.run(8)
     if state is RequestStatus.CLOSED:
         request.close()
@@ -29,7 +29,7 @@ def visible(request: Request) -> tuple[object, ...]:
     return (
         request.status,
         request.tokens,
-        request.processed_length,
+        request.num_computed_tokens,
         request.turn_id,
         request.finish_reason,
         request.usage,

@@ -1,4 +1,4 @@
-"""Conversations move from one replica to another and go on there, token for token."""
+"""Sessions move from one replica to another and go on there, token for token."""
 
 from __future__ import annotations
 

@@ -53,10 +53,10 @@ async def test_evictions_are_counted_by_what_the_memory_was_needed_for() -> None
     for name in "abc":
         await ask(actor, turn([1, 2, 3], limit=2, session=name))
     stats = await actor.stats()
-    assert (stats["evicted_for_places"], stats["evicted_for_blocks"], stats["expired"]) == (1, 0, 0)
+    assert (stats["evicted_for_sessions"], stats["evicted_for_blocks"], stats["expired"]) == (1, 0, 0)
     await ask(actor, turn(list(range(1, 29)), limit=2, session="b"))  # needs all blocks but one
     stats = await actor.stats()
-    assert (stats["evicted_for_places"], stats["evicted_for_blocks"]) == (1, 1)
+    assert (stats["evicted_for_sessions"], stats["evicted_for_blocks"]) == (1, 1)
     assert stats["blocks_active"] == 0
     assert stats["sessions"] == 1
     await actor.stop()

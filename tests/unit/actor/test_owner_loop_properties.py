@@ -177,7 +177,7 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         return [caller for caller in self.callers if not caller.over]
 
     def _places(self) -> int:
-        return sum(choice.places for choice in self.loop._running.values())
+        return sum(choice.sequences for choice in self.loop._running.values())
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
@@ -201,15 +201,15 @@ class OwnerLoopMachine(RuleBasedStateMachine):
     def sessions_know_their_turns(self) -> None:
         queued = list(self.loop.waiting.queue)
         running = [choice.turn for choice in self.loop._running.values() if choice.stays]  # others leave no trace in it
-        for conversation in self.table._conversations.values():
-            mine = [turn for turn in queued if turn.conversation is conversation]
-            assert set(conversation.waiting) == set(mine) and len(conversation.waiting) == len(mine)
-            now = [turn for turn in running if turn.conversation is conversation]
-            assert len(now) == conversation.running
-            assert conversation.open_turns or conversation.sequence(), "nothing is known of it"
-            assert self.table.open_turns(_named(conversation.session_id)) == conversation.running + len(mine)
-        known = set(map(id, self.table._conversations.values()))
-        assert all(turn.conversation is None or id(turn.conversation) in known for turn in queued)
+        for session in self.table._sessions.values():
+            mine = [turn for turn in queued if turn.session is session]
+            assert set(session.waiting) == set(mine) and len(session.waiting) == len(mine)
+            now = [turn for turn in running if turn.session is session]
+            assert len(now) == session.running
+            assert session.open_turns or session.sequence(), "nothing is known of it"
+            assert self.table.open_turns(_named(session.session_id)) == session.running + len(mine)
+        known = set(map(id, self.table._sessions.values()))
+        assert all(turn.session is None or id(turn.session) in known for turn in queued)
 
     @invariant()
     def nobody_waits_for_a_place_that_is_free(self) -> None:
@@ -249,7 +249,7 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         self.what_is_over_was_right()
         self._round()
         assert not self.loop._running and not len(self.loop.waiting.queue)
-        assert all(not c.running and not c.waiting for c in self.table._conversations.values())
+        assert all(not c.running and not c.waiting for c in self.table._sessions.values())
 
 
 def _named(session: str) -> TurnRequest:

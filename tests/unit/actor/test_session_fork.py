@@ -1,4 +1,4 @@
-"""A second conversation that begins as a resident one."""
+"""A second session that begins as a resident one."""
 
 from __future__ import annotations
 

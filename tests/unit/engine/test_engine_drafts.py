@@ -37,7 +37,7 @@ def answers(folder: Path, right: int | None, seed: int = 0) -> tuple[list[list[i
         request.begin_turn([length + i for i in range(length)], TurnOptions(LIMIT, ignore_eos=True))
     while engine.has_pending_requests():
         for request, whole in zip(requests, known, strict=False):
-            if request.status is RequestStatus.ACTIVE:
+            if request.status is RequestStatus.RUNNING:
                 length = request.current_length
                 request.set_draft_tokens(whole[length : length + (right or 0)] + rng.choices(range(256), k=2))
         engine.run(64)

@@ -291,8 +291,8 @@ class EngineMachine(RuleBasedStateMachine):
             expected.tokens += prompt
 
     def _cancel(self, expected: Expected, stale: bool) -> None:
-        running = expected.handle.status in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE)
-        if expected.handle.status is RequestStatus.UNASSIGNED:
+        running = expected.handle.status in (RequestStatus.WAITING, RequestStatus.RUNNING)
+        if expected.handle.status is RequestStatus.NEW:
             with pytest.raises(InvalidCall):
                 expected.handle.cancel_turn(1)
         elif stale or not running:
@@ -303,7 +303,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _rewind(self, expected: Expected, share: float) -> None:
         length = int(share * len(expected.tokens))
-        if expected.open_turn or expected.handle.status is RequestStatus.UNASSIGNED:
+        if expected.open_turn or expected.handle.status is RequestStatus.NEW:
             with pytest.raises(InvalidCall):
                 expected.handle.rewind(length)
         else:
@@ -316,7 +316,7 @@ class EngineMachine(RuleBasedStateMachine):
             child = expected.handle.fork()
         except InvalidCall:
             return
-        assert expected.handle.status in (RequestStatus.ACTIVE, RequestStatus.TURN_COMPLETE)
+        assert expected.handle.status in (RequestStatus.RUNNING, RequestStatus.IDLE)
         assert child.tokens == expected.handle.tokens
         self.known[child.id] = Expected(child, child.tokens, expected.limit)
 
@@ -325,12 +325,10 @@ class EngineMachine(RuleBasedStateMachine):
         kv = self.engine.read_cache(expected.handle, 2**30)
         if kv is None:
             return
-        assert (
-            expected.handle.status is RequestStatus.TURN_COMPLETE and kv.positions == expected.handle.processed_length
-        )
+        assert expected.handle.status is RequestStatus.IDLE and kv.positions == expected.handle.num_computed_tokens
         restored = self.engine.restore_request(expected.handle.tokens, kv, expected.handle._record.options)
         if restored is not None:
-            assert restored.processed_length == kv.positions
+            assert restored.num_computed_tokens == kv.positions
             self.known[restored.id] = Expected(restored, restored.tokens, expected.limit)
 
     def _draft(self, expected: Expected, right: int, wrong: list[int]) -> None:
@@ -339,7 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(right):
             guess.append(oracle(expected.handle.tokens + guess, SamplingParams()))
         guess = (guess + wrong)[:DRAFTS]
-        generates = expected.handle.status is RequestStatus.ACTIVE and not expected.handle._record.is_prefill
+        generates = expected.handle.status is RequestStatus.RUNNING and not expected.handle._record.is_prefill
         generates = generates and self.decoder.manifest.max_draft_tokens > 0
         if not guess or (generates and expected.options.sampling.greedy and expected.options.guidance is None):
             expected.handle.set_draft_tokens(guess)
@@ -381,7 +379,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert request.tokens[: len(expected.tokens)] == expected.tokens
             if not expected.open_turn:
                 assert request.tokens == expected.tokens
-                assert request.status in (RequestStatus.UNASSIGNED, RequestStatus.TURN_COMPLETE)
+                assert request.status in (RequestStatus.NEW, RequestStatus.IDLE)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -431,7 +429,7 @@ class EngineMachine(RuleBasedStateMachine):
         """What the owner of the engine does when all work is blocked: it closes a dormant request. Only where
         preemption is off it may have to close a running one."""
         owners = [e for e in self.known.values() if self.engine.blocks_of(e.handle) or self._holds_place(e)]
-        dormant = [e for e in owners if e.handle.status is RequestStatus.TURN_COMPLETE]
+        dormant = [e for e in owners if e.handle.status is RequestStatus.IDLE]
         assert dormant or not self.config.preemption, "blocked although nothing dormant could be closed"
         expected = (dormant or owners)[0]
         del self.known[expected.handle.id]

@@ -91,7 +91,7 @@ def begin(engine: Engine, talk: Talk) -> Request:
 
 def finish(engine: Engine, request: Request, spare: list[Request]) -> None:
     """Runs until the turn has ended; while it waits for memory, dormant requests go one by one."""
-    while request.status in (RequestStatus.ASSIGNED, RequestStatus.ACTIVE):
+    while request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
         engine.run(64)
         engine.check_integrity()
         if engine.last_report.outcome is StepOutcome.CAPACITY_DEFERRED:
@@ -135,7 +135,7 @@ def test_what_moves_goes_on_as_before_and_nothing_gives_way_for_it(
         finish(old, request, [])
         request.rewind(int(talk.cut * request.current_length))
         kv = old.read_cache(request, LARGE)
-        assert (kv is None) == (request.processed_length == 0)
+        assert (kv is None) == (request.num_computed_tokens == 0)
         if kv is None:
             continue
         before = new.stats()
@@ -144,7 +144,7 @@ def test_what_moves_goes_on_as_before_and_nothing_gives_way_for_it(
         if restored is None:
             assert new.stats() == before
             continue
-        assert (restored.tokens, restored.processed_length) == (request.tokens, request.processed_length)
+        assert (restored.tokens, restored.num_computed_tokens) == (request.tokens, request.num_computed_tokens)
         used = before["blocks_free"] + before["blocks_idle"] - new.available_blocks
         assert used <= new.blocks_of(restored) and new.available_blocks >= new.stats()["blocks_free"]
         arrived.append((request, restored))
@@ -206,7 +206,7 @@ def test_blocks_that_turns_are_about_to_take_are_left_to_them() -> None:
     assert room.engine.restore_request(tokens, kv) is None
     waiting.close()
     assert room.engine.restore_request(tokens, kv) is not None
-    assert running.status is RequestStatus.ACTIVE
+    assert running.status is RequestStatus.RUNNING
 
 
 def test_no_more_requests_own_memory_than_may() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_actor.actor.step_bound import FIRST_STEPS, LEAST_SECONDS, TIMES_THE_PACE, StepBound
+from engine_actor.actor.step_bound import FIRST_STEPS, LEAST_BOUND_SECONDS, TIMES_THE_PACE, StepBound
 from engine_actor.requests.outcomes import StepOutcome, StepReport
 
 MOST, FULL = 300.0, 2048
@@ -29,12 +29,12 @@ def test_the_first_steps_have_all_the_time_that_the_operator_gives() -> None:
         bound.note(report(FULL, 0.1))
     assert bound.seconds == MOST
     bound.note(report(FULL, 0.1))
-    assert bound.seconds == LEAST_SECONDS, "and how slow they were does not count"
+    assert bound.seconds == LEAST_BOUND_SECONDS, "and how slow they were does not count"
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0.05, LEAST_SECONDS), (2.0, 2.0 * TIMES_THE_PACE), (8.0, 8.0 * TIMES_THE_PACE), (100.0, MOST)],
+    [(0.05, LEAST_BOUND_SECONDS), (2.0, 2.0 * TIMES_THE_PACE), (8.0, 8.0 * TIMES_THE_PACE), (100.0, MOST)],
 )
 def test_a_machine_has_many_times_what_a_full_step_takes_it(seconds: float, expected: float) -> None:
     assert warm(seconds).seconds == pytest.approx(expected)

@@ -94,7 +94,7 @@ class Engines:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SILENCE_SECONDS", "_LOOK_SECONDS"):
         monkeypatch.setattr(watch_module, name, 0.01)
-    monkeypatch.setattr(step_bound, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(step_bound, "LEAST_BOUND_SECONDS", 0.5)
     monkeypatch.setattr(step_bound, "TIMES_THE_PACE", 0.0)
 
 
@@ -131,7 +131,7 @@ async def test_turns_move_on_when_a_step_takes_longer_than_it_may_and_not_before
 
 
 async def test_an_engine_that_is_idle_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_bound, "LEAST_SECONDS", 1.5)
+    monkeypatch.setattr(step_bound, "LEAST_BOUND_SECONDS", 1.5)
     actor = await start_actor(SyntheticDecoder(vocab=1000), max_step_seconds=1.5)
     await ask(actor, turn([5, 9, 13], 20))
     for _ in range(25):

@@ -121,7 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.live = reservation, demands
         for row in reservation.rows:
-            assert len(row.table.blocks) >= blocks_for(row.demand.whole, self.size)
+            assert len(row.table.blocks) >= blocks_for(row.demand.length, self.size)
 
     @precondition(lambda self: self.live is not None)
     @rule()
@@ -139,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
         for source, destination in reservation.copies:
             self.memory[destination] = self.memory[source]
         for row, demand in zip(reservation.rows, demands, strict=True):
-            for position in range(demand.committed, demand.target):
+            for position in range(demand.num_computed_tokens, demand.target):
                 block = row.table.blocks[position // self.size]
                 assert self.cache.pool.owner_count(block) == 1, "a block with another owner was written to (C03)"
                 self.memory[block, position % self.size] = self.tokens[demand.request_id][position]
@@ -150,14 +150,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.live is not None
         self.execute()
         reservation, demands = self.live
-        boundaries = [data.draw(st.integers(d.committed, d.target)) for d in demands]
+        boundaries = [data.draw(st.integers(d.num_computed_tokens, d.target)) for d in demands]
         reservation.validate(boundaries)
         reservation.commit(boundaries)
         self.live = None
         for demand, boundary in zip(demands, boundaries, strict=True):
             self.valid[demand.request_id] = boundary
             self.cache.index_full_blocks(
-                demand.request_id, self.salt(demand.request_id), self.tokens[demand.request_id], demand.committed
+                demand.request_id,
+                self.salt(demand.request_id),
+                self.tokens[demand.request_id],
+                demand.num_computed_tokens,
             )
 
     @precondition(lambda self: self.live is not None)
@@ -180,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
         pool = self.cache.pool
         for request, count in self.valid.items():
             table: Any = self.cache.table(request)
-            assert table.committed == count
+            assert table.num_computed_tokens == count
             if self.live is None:
                 read = [int(self.memory[divmod(table.slot(p), self.size)]) for p in range(count)]
                 assert read == self.tokens[request][:count]

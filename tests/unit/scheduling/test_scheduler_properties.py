@@ -76,7 +76,7 @@ def check_counts(room: Room, plan: StepPlan) -> None:
     config = room.engine.config
     assert len(plan.rows) <= config.max_batch_size and plan.token_count <= config.max_scheduled_tokens
     for row in plan.rows:
-        assert 1 <= row.count <= row.demand.whole - row.demand.committed
+        assert 1 <= row.count <= row.demand.length - row.demand.num_computed_tokens
         assert row.prefill or row.count == 1
         assert not config.chunk_size or row.count <= config.chunk_size
     if plan.rows:
@@ -87,9 +87,9 @@ def s0_plan(room: Room) -> list[int]:
     """S0's rule, written down a second time: one pass over decodes, then prefills, counting limits down."""
     engine, cache = room.engine, room.cache
     records = engine._lifecycle.requests.records
-    residents = [records[name] for name in engine._cache.paged.residents() if records[name].executable]
+    residents = [records[name] for name in engine._cache.paged.residents() if records[name].has_turn]
     order = [*residents, *engine._lifecycle.requests.queue.values()]
-    order.sort(key=lambda record: record.processed < record.prompt_boundary)
+    order.sort(key=lambda record: record.num_computed_tokens < record.prompt_boundary)
     rows = min(engine.config.max_batch_size, engine.config.max_scheduled_tokens)
     blocks, places = cache.available, cache.max_residents - cache.resident_count
     selected = []
@@ -157,7 +157,9 @@ def test_prefills_keep_their_share_of_the_tokens(arrivals: list[Arrival], limits
     def watch(plan: StepPlan) -> None:
         prefills = [row for row in plan.rows if row.prefill]
         decodes = len(plan.rows) - len(prefills)
-        wanted = sum(min(row.demand.whole - row.demand.committed, limits["chunk_size"] or 99) for row in prefills)
+        wanted = sum(
+            min(row.demand.length - row.demand.num_computed_tokens, limits["chunk_size"] or 99) for row in prefills
+        )
         kept = min(math.ceil(share * budget), budget - 1)
         assert not prefills or plan.prefill_tokens >= min(wanted, kept)
         waiting = {d.request_id for d in plan.deferrals if d.reason is DeferralReason.ROWS}

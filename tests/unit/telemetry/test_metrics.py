@@ -68,7 +68,7 @@ STATS = {
     "prefill_tokens": 0.0,
     "decode_tokens": 0.0,
     "evicted_for_blocks": 0.0,
-    "evicted_for_places": 0.0,
+    "evicted_for_sessions": 0.0,
     "expired": 0.0,
     "rollbacks": 0.0,
     "committed_steps": 0.0,
