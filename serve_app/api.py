@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from serve_app.ingress.auth import ApiKeys, AuthMiddleware
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.errors import install_error_handlers
+from serve_app.ingress.head import HeadMiddleware
 from serve_app.ingress.health import health_router
 from serve_app.ingress.request_log import RequestLogMiddleware
 from serve_app.ingress.settings import IngressSettings
@@ -39,6 +40,7 @@ def create_app(
     app.include_router(tokens_router(services))
     install_error_handlers(app)
     # The last one added is the outermost.
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, keys=ApiKeys(settings.api_keys))
     app.add_middleware(RequestLogMiddleware, answers_request_id=settings.answers_request_id)
     return app

@@ -35,6 +35,8 @@ CONSTRUCTOR_TRIES = 2
 # A health check answers from what is known at once. One that takes longer comes from a process that was stopped or
 # whose event loop hangs; three in a row and Serve replaces it.
 HEALTH_CHECK_TIMEOUT_SECONDS = 5.0
+# An ingress process that is asked much at once answers late, and works: it is given more.
+FRONT_DOOR_CHECK_TIMEOUT_SECONDS = 15.0
 # How often an engine reports what presses it.
 PRESSURE_SECONDS = 1.0
 # One event loop for Serve, its router and our code, which never blocks it: with threads of their own, as is Serve's
@@ -95,7 +97,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
     application: Application = (
         serve.deployment(serve.ingress()(Ingress))
         .options(
-            **common,
+            **{**common, "health_check_timeout_s": FRONT_DOOR_CHECK_TIMEOUT_SECONDS},
             name=FRONT_DOOR,
             num_replicas=args.ingress_replicas,
             ray_actor_options={

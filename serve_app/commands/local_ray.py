@@ -19,6 +19,7 @@ from typing import Literal
 
 import psutil
 
+from serve_app.cluster.proxy.limits import CALLBACK, CALLBACK_VARIABLE
 from serve_app.commands.tls import TlsFiles
 from serve_app.local_ports import is_loopback
 
@@ -47,6 +48,8 @@ def prepare_environment(address: str | None = None) -> None:
     # A call that comes after the end must fail, not start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     if address is None:
+        # What stands in Serve's proxy before Serve: bounds, and answers of ours in place of Serve's own.
+        os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
         # Ray lets its workers yield to every other process (niceness 15); a server is what this machine is
         # for.
         os.environ.setdefault("RAY_worker_niceness", "0")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,9 +20,11 @@ import httpx
 import yaml
 from pydantic import ValidationError
 
+from serve_app.cluster.proxy.limits import ProxyLimits
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
-from serve_app.commands.tls import tls_files
+from serve_app.commands.port_claim import claim_port, strangers_on
+from serve_app.commands.tls import TlsFiles, tls_files
 from serve_app.config import AppArgs, describe_errors
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel, resolve_model
@@ -71,18 +75,27 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
     impossible."""
     _catch_signals()
     begun = time.monotonic()
-    try:
-        args = read_args(options.config, flags)
-        tls = tls_files(options.ssl_certfile, options.ssl_keyfile)
-        require_key_beyond_loopback(options.host, has_keys=bool(args.load_api_keys()))
-        if options.address is None:
-            require_free_port(options.host, options.port)
-    except (StartFailed, BindRefused, ValueError) as error:
-        fail(str(error))
-        return 2
+    with ExitStack() as held:
+        try:
+            args = read_args(options.config, flags)
+            tls = tls_files(options.ssl_certfile, options.ssl_keyfile)
+            require_key_beyond_loopback(options.host, has_keys=bool(args.load_api_keys()))
+            if options.address is None:
+                held.enter_context(claim_port(options.host, options.port))
+                require_free_port(options.host, options.port)
+        except (StartFailed, BindRefused, ValueError) as error:
+            fail(str(error))
+            return 2
+        return _serve(options, args, tls, begun)
+
+
+def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: float) -> int:
+    """`begun`: when the command was, by the monotonic clock. The exit code."""
     session: RaySession | None = None
     try:
         if options.address is None:
+            for name, value in _proxy_limits(args).environment().items():
+                os.environ.setdefault(name, value)
             path = fetch_with_bar(args.model)
             if args.model not in KNOWN_MODELS:  # the workers have other working directories
                 args = args.model_copy(update={"model": str(path), "served_model_name": args.model_name()})
@@ -95,6 +108,12 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
         with step(f"{args.model_name()} on {_number_of_replicas(args)}") as progress:
             _deploy(args, progress)
             _wait_until_ready(options, progress)
+        if session.owned and (others := strangers_on(options.host, options.port)):
+            listeners = ", ".join(map(str, others))
+            raise StartFailed(
+                f"others listen on {options.host}:{options.port} too (process {listeners}), and would get a part of "
+                "the requests; end them, or choose another --port"
+            )
         _print_facts(session)
         say(f"ready after {time.monotonic() - begun:.1f} s; try: {_curl(options, args)}")
         return _watch()
@@ -115,6 +134,10 @@ def _catch_signals() -> None:
     too, since a shell starts what it puts in the background with SIGINT ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+def _proxy_limits(args: AppArgs) -> ProxyLimits:
+    return ProxyLimits.for_application(args.ingress_replicas, args.max_turns, args.max_body_bytes)
 
 
 def _number_of_replicas(args: AppArgs) -> str:

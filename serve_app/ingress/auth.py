@@ -1,4 +1,4 @@
-"""API keys. With keys set, every path but /health wants one, and what a client may reach belongs to its
+"""API keys. With keys set, every path but /health and /ready wants one, and what a client may reach belongs to its
 key."""
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of
 
 PUBLIC_OWNER = "public"
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""For whoever watches the server. They tell nothing but that it runs."""
 
 
 class ApiKeys:

@@ -6,7 +6,7 @@ import json
 
 from starlette.requests import Request
 
-from serve_app.ingress.errors import ApiError
+from serve_app.ingress.errors import ApiError, too_large
 
 
 async def read_json_object(request: Request, limit: int) -> tuple[dict[str, object], int]:
@@ -31,14 +31,10 @@ async def read_json_object(request: Request, limit: int) -> tuple[dict[str, obje
 async def _read(request: Request, limit: int) -> bytearray:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
     return data
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")

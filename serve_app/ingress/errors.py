@@ -20,12 +20,6 @@ SERVER_ERROR = "server_error"
 CLIENT_GONE = 499  # nobody is left to read a status; for the log only
 _MAX_MESSAGE = 1000
 
-# What the router itself answers, by status: (code, sentence).
-_ROUTING = {
-    404: ("unknown_url", "Unknown path"),
-    405: ("method_not_allowed", "Method not allowed for this path"),
-}
-
 
 class ApiError(Exception):
     """An answer other than 200. `param` names the field at fault, dotted for nested ones."""
@@ -90,6 +84,15 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server had an internal error.", type=SERVER_ERROR, code="internal_error")
 
 
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
+
+
+def unknown_url(asked: str) -> ApiError:
+    """`asked`: method and path."""
+    return ApiError(404, f"Unknown path: {asked}", code="unknown_url")
+
+
 def retry_later(status: int, message: str, code: str, seconds: float) -> ApiError:
     """429 or 503. `Retry-After` is whole seconds, at least 1."""
     kind = "rate_limit_error" if status == 429 else SERVER_ERROR
@@ -121,9 +124,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code, sentence = _ROUTING.get(error.status_code, (None, str(error.detail)))
-        message = f"{sentence}: {request.method} {request.url.path}"
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        asked = f"{request.method} {request.url.path}"
+        if error.status_code == 404:
+            return unknown_url(asked).response()
+        code, sentence = None, str(error.detail)
+        if error.status_code == 405:
+            code, sentence = "method_not_allowed", "Method not allowed for this path"
+        return ApiError(error.status_code, f"{sentence}: {asked}", code=code, headers=error.headers).response()
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

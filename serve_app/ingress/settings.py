@@ -51,11 +51,11 @@ class RequestLimits(BaseModel):
     max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
     max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
     max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")
-    max_turns: int | None = Field(
-        None,
+    max_turns: int = Field(
+        512,
         ge=1,
-        description="Turns that one ingress process takes at a time; beyond it clients get 429. Default: no limit but "
-        "the replicas' queues.",
+        description="Turns that one ingress process takes at a time; beyond it clients get 429 before their request "
+        "is read.",
     )
     max_turns_per_key: int | None = Field(None, ge=1, description="The same for one API key.")
 

@@ -23,15 +23,19 @@ class TurnSlots:
         self._settings = settings
         self._open: set[_Slot] = set()
 
-    @contextmanager
-    def take(self, tenant: str) -> Iterator[None]:
-        """A place for the time of the block. Raises ApiError 429 where none is left."""
+    def check(self, tenant: str) -> None:
+        """Raises ApiError 429 where no place is left: before more is done for a request than need be."""
         limits, after = self._settings, self._settings.retry_after_seconds
-        if limits.max_turns is not None and len(self._open) >= limits.max_turns:
+        if len(self._open) >= limits.max_turns:
             raise retry_later(429, "The server has as many turns as it takes.", "server_busy", after)
         if limits.max_turns_per_key is not None and self.open_turns()[tenant] >= limits.max_turns_per_key:
             message = f"{limits.max_turns_per_key} turns of this key are open, which is all it may have at a time."
             raise retry_later(429, message, "too_many_turns", after)
+
+    @contextmanager
+    def take(self, tenant: str) -> Iterator[None]:
+        """A place for the time of the block. Raises ApiError 429 where none is left."""
+        self.check(tenant)
         slot = _Slot(tenant)
         self._open.add(slot)
         try:

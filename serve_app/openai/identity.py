@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 
 from engine_actor.messages import session_key
 from serve_app.ingress.errors import bad_value
+from serve_app.ingress.header_text import header_text
 from serve_app.ingress.settings import IngressSettings
 
 _MAX_HINT_HEADER = 1024
@@ -70,8 +71,9 @@ def checked_session_id(value: str, param: str, settings: IngressSettings) -> str
 
 def named_header(headers: Headers, name: str) -> str | None:
     """The header of this name, whatever its case and with `-` or `_`."""
-    wanted = name.lower().replace("_", "-")
-    return next((v for k, v in headers.items() if k.lower().replace("_", "-") == wanted), None)
+    wanted = name.lower().replace("_", "-").encode("latin-1")
+    found = (value for key, value in headers.raw if key.lower().replace(b"_", b"-") == wanted)
+    return next(map(header_text, found), None)
 
 
 def _hint(headers: Headers, user: str | None, opening: Sequence[object], owner: str) -> str:

@@ -87,8 +87,8 @@ def too_many(param: str, count: int, most: int, things: str) -> ApiError:
 
 def _most_prompts(settings: IngressSettings) -> int:
     """More than can be open at a time would be told to come back for ever."""
-    bounds = (settings.max_prompts, settings.max_turns, settings.max_turns_per_key)
-    return min(bound for bound in bounds if bound is not None)
+    most = min(settings.max_prompts, settings.max_turns)
+    return most if settings.max_turns_per_key is None else min(most, settings.max_turns_per_key)
 
 
 def _check_likeliest(count: int | None, settings: IngressSettings, param: str) -> None:

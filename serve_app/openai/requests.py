@@ -54,13 +54,14 @@ async def respond(
     """`check` refuses or parses the body, `build` makes its prompts, `form` writes the answer, given the model's name
     too. Each prompt is a turn of its own."""
     settings = services.settings
+    record = record_of(request.scope)
+    services.slots.check(record.owner)
     content, size = await read_json_object(request, settings.max_body_bytes)
     body = check(content)
     model = checked_model(body.model, settings)
     check_generation(body, settings, services.prompts.tokenizer.vocab_size)
     check_completing(body, settings)
     await check_grammar_of(body, settings)
-    record = record_of(request.scope)
     asked = await off_loop_if_large(size, lambda: build(body))
     limit = await services.context_limit()
 

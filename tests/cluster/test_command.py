@@ -39,9 +39,9 @@ def carriers(token: str) -> list[int]:
 
 
 @contextmanager
-def serving(token: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+def serving(token: str, *flags: str, port: int | None = None) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "RAY_AUTH_TOKEN": token}
-    command = [sys.executable, "-m", "serve_app.cli", "serve", "--port", str(free_port()), *flags]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", "--port", str(port or free_port()), *flags]
     process = subprocess.Popen(
         command,
         env=environment,
@@ -69,10 +69,15 @@ def nothing_is_left(token: str) -> bool:
 
 
 def test_it_becomes_ready_answers_the_curl_it_prints_and_stops_without_a_trace(smollm2_path: Path) -> None:
-    token = secrets.token_hex(32)
-    with serving(token, "--model", "smollm2", "--kv-memory", "64MiB") as process:
+    """Its port is its own while it starts, too: another server is told so."""
+    token, port = secrets.token_hex(32), free_port()
+    with serving(token, "--model", "smollm2", "--kv-memory", "64MiB", port=port) as process:
         assert process.stdout is not None
-        lines: list[str] = []
+        lines = [process.stdout.readline()]
+        with serving(secrets.token_hex(32), "--model", "smollm2", port=port) as second:
+            said, _ = second.communicate(timeout=60)
+            assert second.returncode == 2
+            assert f"cannot listen on 127.0.0.1:{port}: another server has it, or is starting there" in said
         for line in process.stdout:
             lines.append(line)
             if "ready after" in line:

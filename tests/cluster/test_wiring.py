@@ -196,7 +196,7 @@ async def test_sessions_are_listed_and_closed_for_their_owner_only(http: httpx.A
     assert (await http.delete("/v1/sessions/mine-1")).status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/sessions", "/ready", "/no-such-path"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/sessions", "/no-such-path"])
 async def test_every_path_but_health_wants_a_key(base_url: str, engines: DeploymentHandle, path: str) -> None:
     async with httpx.AsyncClient(base_url=base_url) as stranger:
         assert (await stranger.get("/health")).status_code == 200

@@ -24,11 +24,11 @@ def bearer(key: str) -> dict[str, str]:
     ("method", "path"),
     [
         ("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/sessions"),
-        ("DELETE", "/v1/sessions/a"), ("GET", "/ready"), ("GET", "/openapi.json"), ("GET", "/nothing"),
+        ("DELETE", "/v1/sessions/a"), ("GET", "/openapi.json"), ("GET", "/nothing"),
         ("GET", "/health/"), ("GET", "//health"), ("PUT", CHAT), ("OPTIONS", CHAT),
     ],
 )  # fmt: skip
-def test_every_path_but_health_wants_a_key(locked: Server, method: str, path: str) -> None:
+def test_every_path_but_those_of_who_watches_wants_a_key(locked: Server, method: str, path: str) -> None:
     response = locked.client.request(method, path)
     assert response.status_code == 401
     error = error_of(response)
@@ -38,8 +38,10 @@ def test_every_path_but_health_wants_a_key(locked: Server, method: str, path: st
     assert locked.engine.requests == []
 
 
-def test_health_is_open(locked: Server) -> None:
-    assert locked.client.get("/health").status_code == 200
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_who_watches_needs_no_key(locked: Server, method: str, path: str) -> None:
+    assert locked.client.request(method, path).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ def test_beyond_the_servers_limit_is_429_until_somebody_leaves(start_server: Sta
         error = error_of(refused)
         assert (refused.status_code, error["code"], error["type"]) == (429, "server_busy", "rate_limit_error")
         assert refused.headers["retry-after"] == "1"
+        path = refused.request.url.path
+        unread = server.client.post(path, content=b"no JSON at all")  # it is not worth reading
+        assert error_of(unread)["code"] == "server_busy"
     assert len(server.engine.requests) == 3
     opened.pop().close()
     wait_until(lambda: server.engine.closed == 1)

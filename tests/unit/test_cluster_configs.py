@@ -18,6 +18,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.cluster import app
+from serve_app.cluster.proxy.limits import CALLBACK, CALLBACK_VARIABLE
 from serve_app.cluster.routing import sticky_router
 from serve_app.commands.serve import read_args
 from serve_app.config import AppArgs
@@ -87,6 +88,7 @@ def test_a_cluster_file_passes_rays_schema_and_its_doors_are_closed(name: str) -
     assert workers["resources"]["GPU"] > 0
     assert 0 <= workers["min_workers"] < workers["max_workers"] <= config["max_workers"]
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    assert f"--env {CALLBACK_VARIABLE}={CALLBACK}" in config["docker"]["run_options"]
     assert "~/.ray/auth_token" in config["file_mounts"]
     assert config["provider"]["use_internal_ips"] is True
     [_, head] = config["head_start_ray_commands"]
@@ -148,7 +150,9 @@ def test_the_rayservice_serves_our_application_on_a_cluster_that_can_hold_it() -
     cluster = service["spec"]["rayClusterConfig"]
     check_cluster(cluster)
     assert cluster["enableInTreeAutoscaling"] is True
-    [(_, _), (worker, container)] = pods(cluster)
+    [(_, head), (worker, container)] = pods(cluster)
+    for speaks_http in (head, container):
+        assert {"name": CALLBACK_VARIABLE, "value": CALLBACK} in speaks_http["env"]
 
     limits = container["resources"]["limits"]
     assert args.gpus_per_replica == float(limits["nvidia.com/gpu"])

@@ -32,13 +32,14 @@ def responses_router(services: Services) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest, streams=True))
     async def create(request: Request) -> Response:
+        record = record_of(request.scope)
+        services.slots.check(record.owner)
         content, size = await read_json_object(request, settings.max_body_bytes)
         refuse_unserved_responses(content)
         body = parse(ResponsesRequest, content)
         model = checked_model(body.model, settings)
         check_generation(body, settings, services.prompts.tokenizer.vocab_size)
         await check_grammar_of(body, settings)
-        record = record_of(request.scope)
         history = await _history(services, body, record.owner)
         check_calls(history.messages, body.input)
         own = messages_of(body.input)
