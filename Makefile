@@ -17,7 +17,7 @@ STAMP   := $(VENV)/.installed
 TESTED  := $(VENV)/.installed-test
 SOURCES := serve_app engine_actor kernels
 CHECKED := $(SOURCES) tests
-.PHONY: help serve test lint bench clean
+.PHONY: help serve test test-capped lint bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "             variables: MODEL=smollm2|gemma3|PATH REPLICAS=1 HOST=127.0.0.1 PORT=8000 ARGS='--dtype float32'"
 	@echo "             pip's own settings apply; a machine without a GPU needs only torch's CPU build: PIP_EXTRA_INDEX_URL"
 	@echo "make test    environment with test tools; lint, types, the whole suite"
+	@echo "make test-capped   kernels and decoder as on lesser processors, and without a compiler"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the benchmarks, as tables"
 	@echo "make clean   removes .venv and what tools have cached here; fetched models stay in MOORAGE_HOME"
@@ -36,6 +37,12 @@ serve: $(STAMP)
 test: lint
 	$(BIN)/moorage models fetch smollm2
 	CI=true $(BIN)/python -m pytest
+
+test-capped: $(TESTED)
+	$(BIN)/moorage models fetch smollm2
+	for cap in none avx2 avx512; do for native in 1 0; do \
+		MOORAGE_CPU=$$cap MOORAGE_NATIVE=$$native CI=true $(BIN)/python -m pytest --timeout 900 \
+			tests/unit/kernels tests/unit/decoding || exit 1; done; done
 
 lint: $(TESTED)
 	$(BIN)/ruff check $(CHECKED)

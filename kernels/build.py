@@ -11,12 +11,19 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kernels import processor
+
 SOURCES = Path(__file__).parent / "cpu"
 
 # -ffp-contract=off: a fused multiply-add only where the source says so, which keeps results a matter of the source.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fopenmp", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-fopenmp", "-fPIC")
 
 _TIMEOUT_SECONDS = 300
+
+
+def flags() -> tuple[str, ...]:
+    """Of the compiler, for this process: MOORAGE_CPU caps the instructions that it may use."""
+    return (*FLAGS, f"-march={processor.march()}")
 
 
 class BuildError(Exception):
@@ -36,7 +43,9 @@ def find_compiler() -> str:
         path = shutil.which(name)
         if path:
             return path
-    raise BuildError(f"CXX={wanted!r} is no program" if wanted else "no C++ compiler (g++, c++ or clang++) found")
+    raise BuildError(
+        f"CXX={wanted!r} is no program" if wanted else "no C++ compiler (g++, c++ or clang++) found; install one"
+    )
 
 
 def built_path() -> Path:
@@ -57,7 +66,9 @@ def built_path() -> Path:
             if not library.exists():
                 _compile(compiler, library)
     except OSError as error:
-        raise BuildError(f"no library can be kept in {folder}: {error}") from error
+        raise BuildError(
+            f"no library can be kept in {folder}: {error}; set MOORAGE_HOME to a folder that can be written"
+        ) from error
     return library
 
 
@@ -66,14 +77,14 @@ def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join(FLAGS).encode())
+    digest.update("\0".join(flags()).encode())
     digest.update(_run([compiler, "--version"]).encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:20]
 
 
 def _processor() -> str:
-    """What -march=native looks at: the processor's name and its instruction sets."""
+    """The processor's name and its instruction sets."""
     lines = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -90,7 +101,7 @@ def _compile(compiler: str, library: Path) -> None:
         jobs = []
         for source in sorted(SOURCES.glob("*.cpp")):
             target = Path(scratch) / f"{source.stem}.o"
-            command = [compiler, *FLAGS, "-c", str(source), "-o", str(target)]
+            command = [compiler, *flags(), "-c", str(source), "-o", str(target)]
             jobs.append((command, target, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         try:
             for command, _, process in jobs:
@@ -105,7 +116,7 @@ def _compile(compiler: str, library: Path) -> None:
                     process.kill()
                     process.communicate()
         built = Path(scratch) / library.name
-        _run([compiler, *FLAGS, "-shared", *(str(target) for _, target, _ in jobs), "-o", str(built)])
+        _run([compiler, *flags(), "-shared", *(str(target) for _, target, _ in jobs), "-o", str(built)])
         os.replace(built, library)
 
 

@@ -86,7 +86,7 @@ def paged_attention_reference(
             seen &= key_position > query_position[active][:, :, None] - window
         seen &= known[:, None, :]
         n = len(active)
-        scores = torch.bmm(
+        scores = _products(
             queries[active].flatten(0, 1), keys.permute(0, 2, 3, 1).reshape(n * kv_heads, head_size, KEY_TILE)
         ).view(n, kv_heads, group, _QUERY_TILE, KEY_TILE)
         scores = scores.masked_fill_(~seen[:, None, None], float("-inf")).flatten(2, 3)
@@ -96,7 +96,7 @@ def paged_attention_reference(
         anchor = new_maximum.masked_fill(new_maximum == float("-inf"), 0.0)
         weights = torch.exp(scores - anchor)
         rescale = torch.exp(maximum[active] - anchor)
-        weighted = torch.bmm(
+        weighted = _products(
             weights.flatten(0, 1), values.permute(0, 2, 1, 3).reshape(n * kv_heads, KEY_TILE, head_size)
         ).view(n, kv_heads, group * _QUERY_TILE, head_size)
         output[active] = output[active] * rescale + weighted
@@ -106,6 +106,11 @@ def paged_attention_reference(
     output = output / total  # lanes without a query may be 0 / 0; nothing reads them
     output = output.view(count, kv_heads, group, _QUERY_TILE, head_size).permute(0, 3, 1, 2, 4)
     return output.reshape(count, _QUERY_TILE, query_heads, head_size)[tile, lane]
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for each of a batch. Never for one alone: a math library may deal that to threads, and cut its sums."""
+    return torch.bmm(a, b) if len(a) > 1 else torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
 
 
 def paged_attention(

@@ -164,7 +164,7 @@ def doctor(
     host: Annotated[str, typer.Option(help="Address to check.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to check.")] = 8000,
 ) -> None:
-    """Check this machine: versions, devices, compiler, ports, memory. Exit code 1 if serving would fail."""
+    """Check this machine: versions, devices, kernels, ports, memory. Exit code 1 if serving would fail."""
     from serve_app.commands.doctor import run
 
     raise typer.Exit(run(host, port))

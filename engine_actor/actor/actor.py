@@ -66,6 +66,7 @@ class StartReport:
     pool: PoolSize
     context_length: int
     seconds: dict[str, float]  # of the steps of the start, in order
+    notes: tuple[str, ...]  # what makes it slower than it could be, and what to do
 
     def __str__(self) -> str:
         pool = self.pool
@@ -127,6 +128,8 @@ class EngineActor:
         report = await started
         self._accepting = True
         logger.info("%s: %s", self.replica, report)
+        for note in report.notes:
+            logger.warning("%s: %s", self.replica, note)
         return report
 
     def _own(self, started: asyncio.Future[StartReport], progress: Progress | None) -> None:
@@ -177,7 +180,9 @@ class EngineActor:
         limits = TurnLimits(options.running_limit, options.queue_limit, options.max_turns_per_session)
         owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
-        return owner, StartReport(options.model, options.dtype, loaded.weight_bytes, pool, context, seconds)
+        return owner, StartReport(
+            options.model, options.dtype, loaded.weight_bytes, pool, context, seconds, loaded.notes
+        )
 
     def _note_step(self, report: StepReport) -> None:
         self._step_bound.note(report)

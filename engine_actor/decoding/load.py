@@ -23,6 +23,7 @@ class LoadedDecoder:
     free_bytes: int
     weight_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # of the steps of loading
+    notes: tuple[str, ...] = ()  # what makes it slower than it could be, and what to do
 
 
 def load_decoder(options: ActorOptions, progress: Progress | None = None) -> LoadedDecoder:
@@ -34,7 +35,7 @@ def load_decoder(options: ActorOptions, progress: Progress | None = None) -> Loa
         torch.set_num_threads(options.threads)
     watch = Stopwatch()
     with watch.step("build or load kernels"):
-        native.shared_object()
+        available, reason = native.status()
     with watch.step("load weights"):
         decoder = TorchDecoder.load(
             options.model, dtype=options.dtype, device=options.device, weights=options.weights, progress=progress
@@ -43,4 +44,6 @@ def load_decoder(options: ActorOptions, progress: Progress | None = None) -> Loa
         free_bytes, _ = torch.cuda.mem_get_info(decoder.device)
     else:
         free_bytes = free_host_bytes()
-    return LoadedDecoder(decoder, free_bytes, decoder.weight_bytes, watch.seconds)
+    slow = decoder.device.type == "cpu" and not available
+    notes = (f"no native kernels, so it is several times slower: {reason}",) if slow else ()
+    return LoadedDecoder(decoder, free_bytes, decoder.weight_bytes, watch.seconds, notes)

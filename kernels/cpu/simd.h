@@ -24,6 +24,9 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vu16 __attribute__((vector_size(W * 2)));
+typedef double vd __attribute__((vector_size(W * 8)));
+typedef int64_t vl __attribute__((vector_size(W * 8)));
+typedef uint64_t vul __attribute__((vector_size(W * 8)));
 
 typedef uint16_t bf16;  // the upper half of a float
 
@@ -51,9 +54,15 @@ static inline vf fma(vf a, vf b, vf c) {
 #elif defined(__AVX2__) && defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    vf r;
-    for (int i = 0; i < W; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return r;
+    // The product is exact in double. Its sum with c is rounded to odd: where it is not exact, its last bit is made 1,
+    // towards what is missing. Then the second rounding, to float, gives what a single one would have given.
+    const vd product = __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd);
+    const vd addend = __builtin_convertvector(c, vd);
+    const vd sum = product + addend, part = sum - product;
+    const vd missing = (product - (sum - part)) + (addend - part);
+    const vl bits = (vl)sum, inexact = (missing < 0) | (missing > 0), even = (bits & 1) - 1;
+    const vl away = 1 - (vl)((vul)(bits ^ (vl)missing) >> 63) * 2;
+    return __builtin_convertvector((vd)(bits + (inexact & even & away)), vf);
 #endif
 }
 

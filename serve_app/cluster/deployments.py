@@ -183,6 +183,7 @@ class EngineDeployment:
             "max_batch_size": self._options.max_batch_size,
             "max_running_sequences": self._options.running_limit,
             "start_seconds": self._start_seconds,
+            "notes": self._report.notes,
         }
 
     async def stats(self) -> dict[str, float]:

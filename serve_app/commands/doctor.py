@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from engine_actor.memory.free_memory import free_host_bytes
+from kernels.instruction_cap import VARIABLE, InvalidCap, requested_cap
 from serve_app.commands.console import console
 from serve_app.ingress.health import SERVER
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port
@@ -64,7 +65,7 @@ def run(host: str, port: int) -> int:
 
 
 def checks(host: str, port: int) -> list[Callable[[], Iterator[Finding]]]:
-    return [_versions, _processor, _devices, _native_kernels, lambda: _port(host, port), _memory, _storage]
+    return [_versions, _devices, _kernels, lambda: _port(host, port), _memory, _storage]
 
 
 def _versions() -> Iterator[Finding]:
@@ -89,23 +90,6 @@ def _versions() -> Iterator[Finding]:
         )
 
 
-def _processor() -> Iterator[Finding]:
-    flags = _cpu_flags()
-    fast = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
-    cores = os.cpu_count() or 1
-    mark = Mark.GOOD if {"amx_bf16", "avx512_bf16"} & set(fast) else Mark.NOTE
-    note = "" if mark is Mark.GOOD else "; no bf16 instructions, so bf16 is slower here"
-    yield Finding(mark, "processor", f"{cores} cores, {platform.machine()}, {', '.join(fast) or 'no AVX'}{note}")
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
-
-
 def _devices() -> Iterator[Finding]:
     import torch
 
@@ -116,15 +100,32 @@ def _devices() -> Iterator[Finding]:
         yield Finding(Mark.GOOD, f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
 
 
-def _native_kernels() -> Iterator[Finding]:
-    """Compiles them if they are not there yet, as the first replica would."""
-    from kernels.build import BuildError, built_path, find_compiler
-
+def _kernels() -> Iterator[Finding]:
+    """The processor, the native library, which is compiled if it is not there yet, and one product of each type: all
+    as the first replica would have them."""
     try:
-        yield Finding(Mark.GOOD, "compiler", find_compiler())
-        yield Finding(Mark.GOOD, "native kernels", str(built_path()))
-    except BuildError as error:
-        yield Finding(Mark.NOTE, "native kernels", f"none, so CPUs run the slower reference: {error}")
+        requested_cap()
+    except InvalidCap as error:
+        yield Finding(Mark.BAD, "processor", str(error))
+        return
+    import torch
+
+    from kernels import native, processor
+    from kernels.selfcheck import check_products
+
+    fast, cores = processor.instructions(), os.cpu_count() or 1
+    mark = Mark.GOOD if processor.has_bf16_arithmetic() else Mark.NOTE
+    note = "" if mark is Mark.GOOD else "; no bf16 instructions, so bf16 is slower here"
+    cap = os.environ.get(VARIABLE)
+    capped = f"; {VARIABLE}={cap} allows no more" if cap else ""
+    machine = platform.machine()
+    yield Finding(mark, "processor", f"{cores} cores, {machine}, {', '.join(fast) or 'no AVX2'}{note}{capped}")
+    available, where = native.status()
+    reason = where if available else f"none, so CPUs are several times slower: {where}"
+    yield Finding(Mark.GOOD if available else Mark.NOTE, "native kernels", reason)
+    for outcome in check_products(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        mark = Mark.BAD if outcome.failure else Mark.GOOD
+        yield Finding(mark, outcome.product, outcome.failure or outcome.path)
 
 
 def _port(host: str, port: int) -> Iterator[Finding]:
@@ -166,7 +167,9 @@ def _storage() -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     here = [name for name, model in KNOWN_MODELS.items() if cached_path(model) is not None]
     detail = f"{folder}: {free / 2**30:.1f} GiB free, models here: {', '.join(here) or 'none yet'}"
-    if not os.access(place, os.W_OK):
-        yield Finding(Mark.BAD, "cache folder", f"{folder} cannot be written; set MOORAGE_HOME")
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        # What lies there already, or in a folder of its own, is served all the same.
+        mark = Mark.NOTE if here else Mark.BAD
+        yield Finding(mark, "cache folder", f"{folder} cannot be written, so no model can be fetched; set MOORAGE_HOME")
     else:
         yield Finding(Mark.GOOD if here or free >= _DISK_NEEDED else Mark.BAD, "cache folder", detail)

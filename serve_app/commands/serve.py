@@ -20,6 +20,7 @@ import httpx
 import yaml
 from pydantic import ValidationError
 
+from kernels.instruction_cap import requested_cap
 from serve_app.cluster.proxy.limits import ProxyLimits
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
@@ -78,6 +79,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
     with ExitStack() as held:
         try:
             args = read_args(options.config, flags)
+            requested_cap()
             tls = tls_files(options.ssl_certfile, options.ssl_keyfile)
             require_key_beyond_loopback(options.host, has_keys=bool(args.load_api_keys()))
             if options.address is None:
@@ -245,6 +247,8 @@ def _print_facts(session: RaySession) -> None:
             f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
             f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
         )
+        for note in facts["notes"]:
+            say(f"  {facts['replica']}: {note}")
         steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts["start_seconds"].items())
         say(f"  {facts['replica']}: {steps}")
     if session.owned:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from kernels import native, selfcheck
 from serve_app import __version__
 from serve_app.cli import app
 from serve_app.commands import doctor, drain_node
@@ -281,6 +283,46 @@ def test_the_doctor_knows_moorage_on_a_port_that_is_taken(document: object, mark
         [finding] = _port("127.0.0.1", port)
     assert finding.mark is mark
     assert said in finding.detail
+
+
+def test_the_doctor_runs_a_product_of_each_type_and_is_content() -> None:
+    found = {finding.what: finding for finding in doctor._kernels()}
+    for product in ("float32 weights", "bfloat16 weights", "8-bit weights", "4-bit weights", "attention"):
+        assert found[product].mark is Mark.GOOD and found[product].detail, product
+
+
+def test_the_doctor_names_a_product_that_fails_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(selfcheck, "PackedLinear", refuse)
+    monkeypatch.setattr(selfcheck, "paged_attention", lambda q, *_: torch.zeros_like(q))
+    found = {finding.what: finding for finding in doctor._kernels()}
+    assert found["bfloat16 weights"].mark is Mark.BAD
+    assert found["bfloat16 weights"].detail == "RuntimeError: bf16 path needs the cpu support avx512bw"
+    assert found["attention"].mark is Mark.BAD and "is off by" in found["attention"].detail
+    monkeypatch.setattr(doctor, "checks", lambda *_: [doctor._kernels])
+    with console.capture() as captured:
+        assert doctor.run("127.0.0.1", 1) == 1
+    assert "Serving would fail here: float32 weights, bfloat16 weights" in captured.get()
+
+
+def test_the_doctor_finds_slow_paths_without_a_compiler_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "no C++ compiler found; install one"
+    monkeypatch.setattr(native, "_load", lambda: (None, reason))
+    findings = list(doctor._kernels())
+    assert not [finding for finding in findings if finding.mark is Mark.BAD]
+    assert f"none, so CPUs are several times slower: {reason}" in [finding.detail for finding in findings]
+
+
+def test_a_cap_of_instructions_that_does_not_exist_fails_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOORAGE_CPU", "avx9")
+    [finding] = doctor._kernels()
+    assert finding.mark is Mark.BAD and finding.detail.startswith("MOORAGE_CPU must be none, avx2 or avx512")
+    result = runner.invoke(app, ["serve"])
+    assert result.exit_code == 2 and "MOORAGE_CPU must be none, avx2 or avx512" in result.output
 
 
 def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import linear, native
+from kernels import linear, native, onednn, processor
 from kernels.linear import PackedLinear, linear_reference, rows_agree
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -100,22 +100,61 @@ def test_the_chosen_layer_says_what_it_is_and_is_what_it_says(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_one_dnn_takes_over_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one_dnn", [True, False])
+def test_without_a_compiler_what_torch_has_on_this_processor_takes_over(
+    dtype: torch.dtype, one_dnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "shared_object", lambda: None)
+    if not one_dnn:
+        monkeypatch.setattr(onednn, "available", lambda: False)
     x, weight, bias = problem(97, 100, dtype, rows=129)
     layer = PackedLinear(weight, bias)
-    assert layer.kind == ("onednn-bf16" if dtype == BF16 else "onednn-fp32")
+    rounds = one_dnn and dtype == BF16 and processor.has_bf16_arithmetic()
+    assert layer.kind == ("onednn-bf16" if rounds else "onednn-fp32" if one_dnn else "torch-fp32")
     assert layer.row_invariant == rows_agree(layer, 100)
-    tolerance = 3e-2 if dtype == BF16 else 1e-5
+    assert layer.nbytes == 97 * (100 * (2 if rounds else 4) + 4)
+    tolerance = 3e-2 if rounds else 1e-5
     for rows in (1, 2, 129):
         y = layer(x[:rows])
         assert y.shape == (rows, 97) and y.dtype == F32
         assert (y - linear_reference(x[:rows], weight, bias)).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("compiler", [pytest.param(True, marks=needs_native), False])
+def test_a_processor_without_bfloat16_arithmetic_multiplies_bfloat16_weights_in_float32(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiler:
+        monkeypatch.setattr(native, "shared_object", lambda: None)
+    monkeypatch.setattr(processor, "has_bf16_arithmetic", lambda: False)
+    x, weight, bias = problem(97, 100, BF16)
+    layer = PackedLinear(weight, bias)
+    assert layer.kind == ("native-bf16" if compiler else "onednn-fp32")
+    assert (layer(x) - linear_reference(x, weight, bias)).abs().max() < 1e-5
+
+
+def test_without_a_compiler_the_first_path_whose_rows_keep_their_bits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "shared_object", lambda: None)
+    monkeypatch.setattr(linear, "_probed", {})
+    _, weight, _ = problem(33, 64, F32)
+
+    def chosen(invariant: Callable[[linear._InParts], bool]) -> PackedLinear:
+        linear._probed.clear()
+        monkeypatch.setattr(linear, "rows_agree", lambda layer, width: invariant(layer))
+        return PackedLinear(weight)
+
+    assert chosen(lambda layer: True).kind == "onednn-fp32"
+    one_by_one = chosen(lambda layer: layer.counts == (1,))
+    assert (one_by_one.kind, one_by_one.row_invariant) == ("torch-fp32", True)
+    assert rows_agree(one_by_one, 64)
+    none = chosen(lambda layer: False)
+    assert (none.kind, none.row_invariant) == ("onednn-fp32", False)
+
+
 @needs_native
+@pytest.mark.skipif(not onednn.takes_bfloat16(), reason="oneDNN takes no bfloat16 on this processor")
 def test_one_dnn_is_passed_over_when_its_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_has_bf16_arithmetic", lambda: True)
+    monkeypatch.setattr(processor, "has_bf16_arithmetic", lambda: True)
     monkeypatch.setattr(linear, "_probed", {})
     monkeypatch.setattr(linear, "rows_agree", lambda function, width: True)
     _, weight, _ = problem(33, 64, BF16)
@@ -136,7 +175,7 @@ def native_layer(weight: Tensor, bias: Tensor | None) -> linear._Native:
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_logits_are_never_rounded_to_bfloat16(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_has_bf16_arithmetic", lambda: True)
+    monkeypatch.setattr(processor, "has_bf16_arithmetic", lambda: True)
     if not compiler:
         monkeypatch.setattr(native, "shared_object", lambda: None)
     x, weight, _ = problem(97, 100, BF16)
@@ -147,7 +186,7 @@ def test_logits_are_never_rounded_to_bfloat16(compiler: bool, monkeypatch: pytes
 
 def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps something for each of them, for ever."""
-    layer = linear._OneDnn(torch.randn(24, 16).to(BF16), torch.randn(24))
+    layer = linear._OneDnn(torch.randn(24, 16), torch.randn(24))
     product, seen = layer._product, set()
 
     def watched(x: torch.Tensor) -> torch.Tensor:

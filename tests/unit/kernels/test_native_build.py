@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels import build, native
+from kernels import build, native, processor
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
+not_turned_off = pytest.mark.skipif(os.environ.get("MOORAGE_NATIVE") == "0", reason="turned off by MOORAGE_NATIVE=0")
 # Stands in for the sources where only the building is looked at: it compiles in an instant.
 SMALL_SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -35,14 +37,26 @@ def python(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @needs_compiler
+@not_turned_off
 def test_the_library_is_there_wherever_a_compiler_is() -> None:
     assert native.status() == (True, str(build.built_path()))
 
 
 @needs_compiler
+@not_turned_off
 def test_one_openmp_runtime_serves_torch_and_the_library() -> None:
     assert native.shared_object() is not None
     assert len(native._openmp_runtimes()) <= 1
+
+
+@needs_compiler
+def test_is_built_anew_for_another_instruction_set(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = {build.built_path()}
+    for march in ("x86-64", "x86-64-v3") if platform.machine() == "x86_64" else ():
+        monkeypatch.setattr(processor, "march", lambda march=march: march)
+        assert build.flags()[-1] == f"-march={march}"
+        built.add(build.built_path())
+    assert len(built) >= 3 or platform.machine() != "x86_64"
 
 
 @needs_compiler

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import build, native
+from kernels import native
 from kernels.linear import _Native
 from kernels.quantized_linear import QuantizedLinear, QuantizedMatrix, joined, quantized_linear_reference
 
@@ -162,10 +157,6 @@ def test_keeps_its_own_copy_of_the_weight() -> None:
 
 
 def test_every_float16_scale_is_read_as_torch_reads_it() -> None:
-    check_every_float16_scale()
-
-
-def check_every_float16_scale() -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(F16)
     every = every[every.isfinite()][:, None]
     ones = torch.ones(len(every), 32, dtype=torch.int8)
@@ -175,30 +166,3 @@ def check_every_float16_scale() -> None:
     x = torch.zeros(1, 32)
     x[0, 7] = 1
     assert torch.equal(layer(x), expected.T)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
-@pytest.mark.parametrize("flags", ["-march=x86-64", "-march=haswell"])
-def test_other_vector_widths_give_the_same_bits(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain in one lane does not know how many lanes there are."""
-    if flags == "-march=haswell" and not torch.cpu._is_avx2_supported():
-        pytest.skip("needs AVX2")
-    sources = sorted(map(str, build.SOURCES.glob("quantized*.cpp")))
-    options = [flag for flag in build.FLAGS if flag != "-march=native"]
-    target = tmp_path / "other.so"
-    subprocess.run(["g++", *options, flags, "-shared", *sources, "-o", str(target)], check=True)
-    other = ctypes.CDLL(str(target))
-    native.declare(other, only="moorage_quantized")
-    cases = [(x, QuantizedLinear(weight, bias)(x), weight, bias) for x, weight, bias in map(_case, FORMS)]
-    monkeypatch.setattr(native, "shared_object", lambda: other)
-    assert not other.moorage_has_bf16_dots()
-    for x, expected, weight, bias in cases:
-        layer = QuantizedLinear(weight, bias, activations=BF16)
-        for rows in ROWS:
-            assert torch.equal(layer(x[:rows]), expected[:rows])
-        assert torch.equal(layer.rows(torch.arange(130)), weight.expanded())
-    check_every_float16_scale()
-
-
-def _case(form: Form) -> tuple[Tensor, QuantizedMatrix, Tensor]:
-    return problem(130, 272, 16, form)
