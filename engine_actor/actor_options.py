@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_actor.errors import InvalidOption
-from engine_actor.options import Numerics, require_integer, require_number
+from engine_actor.limits import EngineLimits
+from engine_actor.options import require_integer, require_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,9 @@ class ActorOptions:
     weights               quantized matrices stay "stored" as the file has them, or are "expanded" to dtype; "auto":
                           stored where that can run
     device                "auto" (CUDA where there is one), "cpu" or "cuda"
+    limits                of the engine's steps, memory and order
     kv_memory             the KV pool: bytes if > 1, else the share of the memory that is free at start
     max_model_len         longest sequence; None: the model's own context
-    max_batch_size        rows in one step
     max_sessions          resident sessions, running or dormant
     session_ttl_seconds   a session idle for longer is dropped from memory; 0: never
     max_running_sequences choices of all turns that run at a time; None: max_batch_size, so that all are in every step
@@ -35,13 +36,9 @@ class ActorOptions:
     weights: str = "auto"
     device: str = "auto"
     backend: str = "torch"
-    numerics: Numerics = Numerics.EXACT
+    limits: EngineLimits = field(default_factory=EngineLimits)
     kv_memory: float = 0.3
     max_model_len: int | None = None
-    block_size: int = 16
-    max_batch_size: int = 32
-    max_scheduled_tokens: int = 2048
-    chunk_size: int = 0
     max_sessions: int = 256
     session_ttl_seconds: float = 3600.0
     max_running_sequences: int | None = None
@@ -71,7 +68,7 @@ class ActorOptions:
 
     @property
     def running_limit(self) -> int:
-        return self.max_batch_size if self.max_running_sequences is None else self.max_running_sequences
+        return self.limits.max_batch_size if self.max_running_sequences is None else self.max_running_sequences
 
     @property
     def queue_limit(self) -> int:

@@ -1,6 +1,6 @@
-"""What a caller chooses: per engine, per request and per turn.
+"""What a caller chooses: per request and per turn. (For an engine: `engine_actor.limits`.)
 
-All three are frozen, so a snapshot is a reference: nobody can change options after they were used (F015, F049).
+Both are frozen, so a snapshot is a reference: nobody can change options after they were used (F015, F049).
 Bad values raise `InvalidOption`, which names the field and the value, before anything is changed.
 """
 
@@ -17,17 +17,6 @@ UNBOUNDED = MAX_INT32
 MIN_TEMPERATURE = 1e-5  # below it only the largest logit has any weight left in float32
 
 
-class Numerics(StrEnum):
-    """How much a token may depend on its company.
-
-    `EXACT`: a token is the same alone, in any batch, for any chunking, on a hit or a miss and after a replay, bit
-    for bit; needs a decoder that declares `row_invariant`. `FAST`: near ties may fall either way.
-    """
-
-    EXACT = "exact"
-    FAST = "fast"
-
-
 def require_integer(name: str, value: object, low: int, high: int = MAX_INT32) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidOption(name, value, f"an integer from {low} to {high}")
@@ -37,83 +26,6 @@ def require_number(name: str, value: object, low: float, high: float) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or not low <= value <= high:  # type: ignore[operator]
         raise InvalidOption(name, value, f"a number from {low} to {high}")
-
-
-@dataclass(frozen=True, slots=True)
-class FairnessBounds:
-    """Bounds beyond S0 (PARITY "What a better system should close", 1 and 2). `FairnessBounds.off()` gives S0's order.
-
-    max_passed_over     steps a runnable row may be left out for want of rows or tokens before it goes first
-    min_prefill_share   share of the token budget kept for prefills while one waits, in [0, 1)
-    max_overtakes       requests that may be admitted past a waiting prompt that lacks memory
-    """
-
-    max_passed_over: int = 8
-    min_prefill_share: float = 0.25
-    max_overtakes: int = 32
-
-    def __post_init__(self) -> None:
-        require_integer("fairness.max_passed_over", self.max_passed_over, 1)
-        require_number("fairness.min_prefill_share", self.min_prefill_share, 0.0, 0.9)
-        require_integer("fairness.max_overtakes", self.max_overtakes, 0)
-
-    @staticmethod
-    def off() -> FairnessBounds:
-        return FairnessBounds(UNBOUNDED, 0.0, UNBOUNDED)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The limits of one engine.
-
-    num_blocks            usable KV blocks (the null block is not counted, C01)
-    block_size            token positions in a block
-    max_batch_size        rows in one step
-    max_residents         requests that may own memory, running or dormant; None: as max_batch_size (S0)
-    max_scheduled_tokens  tokens in one step (F003)
-    chunk_size            longest part of a prompt in one step; 0: only the token budget bounds it (F092)
-    max_length            longest sequence of a request; None: what the decoder's context and the pool allow
-    preemption            when only running rows are left and none can grow, recompute one of them later
-    max_preemptions       times one request is preempted before others are chosen first
-    prefix_reuse          share full blocks of equal prefixes between the requests of one tenant
-    graph_capture         step graphs are captured for a fixed table width: see `table_columns`
-    """
-
-    num_blocks: int
-    block_size: int = 16
-    max_batch_size: int = 32
-    max_residents: int | None = None
-    max_scheduled_tokens: int = 2048
-    chunk_size: int = 0
-    max_length: int | None = None
-    numerics: Numerics = Numerics.EXACT
-    preemption: bool = True
-    max_preemptions: int = 4
-    prefix_reuse: bool = True
-    graph_capture: bool = False
-    fairness: FairnessBounds = field(default_factory=FairnessBounds)
-    first_block_id: int = 1
-    block_order: str = "fifo"
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_batch_size", "max_scheduled_tokens"):
-            require_integer(name, getattr(self, name), 1)
-        require_integer("chunk_size", self.chunk_size, 0)
-        require_integer("max_preemptions", self.max_preemptions, 0)
-        require_integer("first_block_id", self.first_block_id, 0, 1)
-        for name in ("max_length", "max_residents"):
-            if getattr(self, name) is not None:
-                require_integer(name, getattr(self, name), 1)
-        if self.block_order not in ("fifo", "lowest"):
-            raise InvalidOption("block_order", self.block_order, "'fifo' or 'lowest'")
-
-    def table_columns(self, max_length: int) -> int:
-        """Columns of a captured table: blocks of a sequence of `max_length`, and no more than the pool has (F247)."""
-        return max(1, min(-(-max_length // self.block_size), self.num_blocks))
-
-    @property
-    def residents(self) -> int:
-        return self.max_batch_size if self.max_residents is None else self.max_residents
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.options import Numerics
+from engine_actor.limits import EngineLimits, Numerics
 from serve_app.config_values import Memory, check_key, keys_of_file
 from serve_app.ingress.settings import IngressSettings, RequestLimits, SamplingDefaults
 from serve_app.openai.responses.store import StoreLimits
@@ -309,27 +310,16 @@ class AppArgs(RequestLimits):
     def actor_options(self, *, cores: int, on_gpu: bool) -> ActorOptions:
         """Options of one engine. `model` is as given: each process resolves it on its own node."""
         share = self.kv_memory if on_gpu or self.kv_memory > 1 else self.kv_memory / self.replica_bounds()[1]
-        return ActorOptions(
-            model=self.model,
-            dtype=self.dtype,
-            weights=self.weights,
-            device=self.device,
-            backend=self.backend,
-            numerics=self.numerics,
-            kv_memory=share,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            max_batch_size=self.max_batch_size,
-            max_scheduled_tokens=self.max_scheduled_tokens,
-            chunk_size=self.chunk_size,
-            max_sessions=self.max_sessions,
-            session_ttl_seconds=self.session_ttl_seconds,
-            max_running_sequences=self.max_running_sequences,
-            max_queued_turns=self.max_queued_turns,
-            max_turns_per_session=self.max_turns_per_session,
-            max_step_seconds=self.max_step_seconds,
-            threads=self.resolved_threads(cores),
-        )
+        chosen = {
+            "kv_memory": share,
+            "threads": self.resolved_threads(cores),
+            "limits": EngineLimits(**self._named(EngineLimits)),
+        }
+        return ActorOptions(**(self._named(ActorOptions) | chosen))
+
+    def _named(self, kind: type[ActorOptions | EngineLimits]) -> dict[str, Any]:
+        """The values of those fields that `kind` has under the same name."""
+        return {field.name: getattr(self, field.name) for field in fields(kind) if field.name in AppArgs.model_fields}
 
     def store_limits(self) -> StoreLimits:
         return StoreLimits(self.max_stored_responses, self.max_stored_response_bytes, self.stored_response_ttl_seconds)

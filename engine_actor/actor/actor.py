@@ -26,8 +26,7 @@ from engine_actor.actor_options import ActorOptions
 from engine_actor.core.engine import Engine
 from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.errors import EngineUnhealthy, UnusableGrammar
-from engine_actor.memory.sizing import PoolSize, size_pool, state_slots_for
-from engine_actor.memory.window_ring import ring_blocks
+from engine_actor.memory.layout import PoolLayout, pools_in_memory
 from engine_actor.messages import (
     ForkOutcome,
     MovedSession,
@@ -38,7 +37,6 @@ from engine_actor.messages import (
     TurnRequest,
     session_key,
 )
-from engine_actor.options import EngineConfig
 from engine_actor.requests.outcomes import StepReport
 from engine_actor.sampling.guidance import Grammar, Grammars
 from engine_actor.sampling.vocabulary import Vocabulary
@@ -63,22 +61,21 @@ class StartReport:
     model: str
     dtype: str
     weight_bytes: int
-    pool: PoolSize
-    context_length: int
+    pools: PoolLayout
     seconds: dict[str, float]  # of the steps of the start, in order
     notes: tuple[str, ...]  # what makes it slower than it could be, and what to do
 
     def __str__(self) -> str:
-        pool = self.pool
+        pools = self.pools
         text = (
             f"{self.model} ({self.dtype}); weights: {self.weight_bytes / 2**20:.0f} MiB; "
-            f"KV cache: {pool.num_blocks} blocks of {pool.block_size} = {pool.tokens} tokens, "
-            f"{pool.bytes / 2**20:.0f} MiB"
+            f"KV cache: {pools.num_blocks} blocks of {pools.block_size} = {pools.tokens} tokens, "
+            f"{pools.bytes / 2**20:.0f} MiB"
         )
-        if pool.limited_by_pool:
+        if pools.limited_by_pool:
             text += (
-                f"; the pool is smaller than the context of {self.context_length}: the longest prompt that fits "
-                f"is {pool.max_length - 1} tokens (give it more with kv_memory)"
+                f"; the pool is smaller than the context of {pools.context}: the longest prompt that fits "
+                f"is {pools.max_length - 1} tokens (give it more with kv_memory)"
             )
         return text
 
@@ -102,7 +99,7 @@ class EngineActor:
         self._detokenize = detokenize
         self._decoder_factory = decoder_factory
         self._on_step = on_step
-        self._step_bound = StepBound(options.max_step_seconds, options.max_scheduled_tokens)
+        self._step_bound = StepBound(options.max_step_seconds, options.limits.max_scheduled_tokens)
         self._vocabulary = vocabulary
         self._deletions = RecentDeletions()
         self._accepting = False
@@ -148,29 +145,16 @@ class EngineActor:
         options = self.options
         loaded = self._decoder_factory(options, progress)
         watch = Stopwatch()
-        manifest = loaded.decoder.manifest
-        context = min(manifest.context_length, options.max_model_len or manifest.context_length)
-        residents = options.max_sessions + options.max_batch_size
-        block_bytes = manifest.paged.block_bytes(options.block_size)
-        reserved = manifest.state_bytes * (state_slots_for(residents, options.max_batch_size) + 1)
-        if manifest.windowed is not None:
-            ring = ring_blocks(options.chunk_size, manifest.windowed.window, options.block_size)
-            reserved += manifest.windowed.block_bytes(options.block_size) * (ring * residents + 1)
-        pool = size_pool(
-            options.kv_memory, loaded.free_bytes, options.block_size, block_bytes, context, residents, reserved
-        )
-        config = EngineConfig(
-            num_blocks=pool.num_blocks,
-            block_size=options.block_size,
-            max_batch_size=options.max_batch_size,
-            max_residents=residents,
-            max_scheduled_tokens=options.max_scheduled_tokens,
-            chunk_size=options.chunk_size,
-            max_length=pool.max_length,
-            numerics=options.numerics,
+        pools = pools_in_memory(
+            loaded.decoder.manifest,
+            options.limits,
+            kv_memory=options.kv_memory,
+            free_bytes=loaded.free_bytes,
+            max_sessions=options.max_sessions,
+            max_model_len=options.max_model_len,
         )
         with watch.step("allocate pools"):
-            engine = Engine(loaded.decoder, config, self._vocabulary)
+            engine = Engine(loaded.decoder, options.limits, pools, self._vocabulary)
         if self._vocabulary is not None:
             with watch.step("read vocabulary"):
                 engine.grammars.prepare()
@@ -181,7 +165,7 @@ class EngineActor:
         owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
         return owner, StartReport(
-            options.model, options.dtype, loaded.weight_bytes, pool, context, seconds, loaded.notes
+            options.model, options.dtype, loaded.weight_bytes, pools, seconds, loaded.notes
         )
 
     def _note_step(self, report: StepReport) -> None:

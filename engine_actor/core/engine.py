@@ -17,7 +17,7 @@ from engine_actor.core.invariants import check_requests
 from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.core.moving import Mover
 from engine_actor.core.step import Phase, StepTransaction
-from engine_actor.decoding.decoder import Decoder, PoolGeometry
+from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import (
     ContractViolation,
@@ -26,11 +26,13 @@ from engine_actor.errors import (
     InvalidOption,
     RetryableStepError,
 )
+from engine_actor.limits import EngineLimits, Numerics
+from engine_actor.memory.block_pool import Capacity
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.kv_blocks import KvBlocks
-from engine_actor.memory.sizing import state_slots_for
-from engine_actor.options import EngineConfig, Numerics, RequestOptions, require_integer
+from engine_actor.memory.layout import PoolLayout
+from engine_actor.options import RequestOptions, require_integer
 from engine_actor.requests.event_buffer import EventBuffer
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags, EventQueue
 from engine_actor.requests.outcomes import StepMetrics, StepOutcome, StepReport
@@ -45,65 +47,48 @@ from engine_actor.scheduling.step_plan import StepPlan
 
 
 class Engine:
-    """Owns one decoder and its pools. Raises InvalidOption where the configuration does not suit the decoder."""
+    """Owns one decoder and its pools. Raises InvalidOption where the limits do not suit the decoder."""
 
     def __init__(
-        self, decoder: Decoder, config: EngineConfig, vocabulary: Callable[[], Vocabulary] | None = None
+        self,
+        decoder: Decoder,
+        limits: EngineLimits,
+        pools: PoolLayout,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
-        """`vocabulary` is asked for when the first turn comes whose answer follows a grammar."""
+        """`pools`: as `plan_pools` lays them out for this decoder's manifest and these limits. `vocabulary` is asked
+        for when the first turn comes whose answer follows a grammar."""
         manifest = decoder.manifest
-        if config.numerics is Numerics.EXACT and not decoder.row_invariant:
+        if limits.numerics is Numerics.EXACT and not decoder.row_invariant:
             raise InvalidOption("numerics", "exact", "'fast': this decoder's rows depend on their batch")
-        if config.max_length is not None and config.max_length > manifest.context_length:
-            raise InvalidOption("max_length", config.max_length, f"at most {manifest.context_length}")
-        room = config.num_blocks * config.block_size
-        self.max_length = config.max_length or min(manifest.context_length, room)
-        self.config = config
+        self.limits = limits
+        self.pools = pools
         self.metrics = StepMetrics()
-        self.last_report = StepReport(0, StepOutcome.NO_WORK)
+        self.last_report = StepReport(transaction_id=0, outcome=StepOutcome.NO_WORK)
         self._decoder = decoder
-        if manifest.state_bytes and manifest.max_draft_tokens:
-            raise InvalidOption("max_draft_tokens", manifest.max_draft_tokens, "0: a state has no earlier position")
-        windowed = manifest.windowed
-        if windowed is not None and not config.chunk_size:
-            raise InvalidOption("chunk_size", 0, "at least 1: window rings are made for steps of this length")
-        state_slots = state_slots_for(config.residents, config.max_batch_size) if manifest.state_bytes else 0
-        self._cache = CacheManager(
-            config.num_blocks,
-            config.block_size,
-            config.residents,
-            first_block_id=config.first_block_id,
-            block_order=config.block_order,
-            prefix_reuse=config.prefix_reuse,
-            max_columns=config.table_columns(self.max_length) if config.graph_capture else None,
-            state_slots=state_slots,
-            window=0 if windowed is None else windowed.window,
-            query_cap=min(config.chunk_size, self.max_length),
-        )
+        self._cache = CacheManager.of_layout(pools, block_order=limits.block_order, prefix_reuse=limits.prefix_reuse)
         self._events = EventQueue()
         self.grammars = Grammars(vocabulary, manifest.vocab_size, manifest.eos_token_ids)
         self._lifecycle = Lifecycle(
-            self._cache,
-            self._events,
-            self.max_length,
-            manifest.vocab_size,
-            manifest.eos_token_ids,
-            manifest.max_draft_tokens,
-            self.grammars,
+            cache=self._cache,
+            events=self._events,
+            max_length=pools.max_length,
+            vocab_size=manifest.vocab_size,
+            eos_token_ids=manifest.eos_token_ids,
+            max_draft_tokens=manifest.max_draft_tokens,
+            grammars=self.grammars,
         )
         self._mover = Mover(decoder, self._lifecycle)
-        self._scheduler = Scheduler(self._lifecycle.requests, self._cache, config)
-        self._packer = StepPacker(self._cache, blocks_for(self.max_length, config.block_size))
+        self._scheduler = Scheduler(self._lifecycle.requests, self._cache, limits)
+        self._packer = StepPacker(self._cache, blocks_for(pools.max_length, pools.block_size))
         self._sampler = BatchedSampler()
         self._transaction_id = 0
-        decoder.allocate(
-            PoolGeometry(
-                config.num_blocks + config.first_block_id,
-                config.block_size,
-                state_slots + 1 if state_slots else 0,
-                0 if self._cache.windows is None else self._cache.windows.pool.num_ids,
-            )
-        )
+        decoder.allocate(pools.geometry)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence of a request, answer included."""
+        return self.pools.max_length
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -134,6 +119,10 @@ class Engine:
     def available_blocks(self) -> int:
         """Blocks that a step could take now: free ones, and those that only the prefix index holds."""
         return self._cache.available
+
+    def could_allocate(self, blocks: int) -> Capacity:
+        """Whether a step could take so many blocks: now, later, or never (F327)."""
+        return self._cache.pool.can_allocate(blocks)
 
     def blocks_of(self, request: Request) -> int:
         """Blocks in a request's table, shared ones included."""
@@ -223,9 +212,9 @@ class Engine:
     def _preempt(self) -> bool:
         """Dormant residents are the caller's to close; only when there are none, a running one has to give way."""
         requests = self._lifecycle.requests
-        if not self.config.preemption or requests.running_count < self._cache.resident_count:
+        if not self.limits.preemption or requests.running_count < self._cache.resident_count:
             return False
-        victim = choose_victim(requests.running(), self.config.max_preemptions)
+        victim = choose_victim(requests.running(), self.limits.max_preemptions)
         if victim is None:
             return False
         self._lifecycle.preempt(victim)
@@ -336,14 +325,14 @@ class Engine:
 
     def _report(self, plan: StepPlan, outcome: StepOutcome, started: float, decoder_seconds: float = 0.0) -> None:
         self.last_report = StepReport(
-            plan.transaction_id,
-            outcome,
-            tuple(plan.deferrals),
-            len(plan.rows),
-            plan.token_count,
-            plan.prefill_tokens,
-            decoder_seconds,
-            time.perf_counter() - started,
+            transaction_id=plan.transaction_id,
+            outcome=outcome,
+            deferrals=tuple(plan.deferrals),
+            rows=len(plan.rows),
+            tokens=plan.token_count,
+            prefill_tokens=plan.prefill_tokens,
+            decoder_seconds=decoder_seconds,
+            step_seconds=time.perf_counter() - started,
         )
 
     def stats(self) -> dict[str, int]:

@@ -27,6 +27,7 @@ LAST_TURN_ID = 2**64 - 1
 class Lifecycle:
     def __init__(
         self,
+        *,
         cache: CacheManager,
         events: EventQueue,
         max_length: int,

@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_actor.decoding.decoder import DecoderManifest, Int64, PackedStep, PagedState, PoolGeometry
+from engine_actor.decoding.decoder import Int64, PackedStep
 from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption, UnsupportedModel
+from engine_actor.manifest import DecoderManifest, PagedState
+from engine_actor.memory.layout import PoolGeometry
 from engine_actor.models.rotary_table import RotaryTable
 from engine_actor.models.step_tensors import StepTensors
 from engine_actor.models.transformer import Transformer

@@ -14,6 +14,7 @@ from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable, blocks_for
 from engine_actor.memory.fixed_state import FixedStates
+from engine_actor.memory.layout import PoolLayout
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.prefix_index import NO_MATCH, PrefixIndex, PrefixMatch
 from engine_actor.memory.reservation import RowDemand
@@ -67,6 +68,21 @@ class CacheManager:
         self.index = PrefixIndex(self.pool, block_size) if shares else None
         make_room = (lambda _: None) if self.index is None else self.index.make_room
         self.paged = PagedCache(self.pool, block_size, make_room)
+
+    @staticmethod
+    def of_layout(pools: PoolLayout, *, block_order: str, prefix_reuse: bool) -> CacheManager:
+        return CacheManager(
+            pools.num_blocks,
+            pools.block_size,
+            pools.max_residents,
+            first_block_id=pools.first_block_id,
+            block_order=block_order,
+            prefix_reuse=prefix_reuse,
+            max_columns=pools.max_columns,
+            state_slots=pools.state_slots,
+            window=pools.window,
+            query_cap=pools.query_cap,
+        )
 
     # -- questions of the planner, which change nothing -------------------------------------------------------------
 

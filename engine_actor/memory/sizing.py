@@ -1,4 +1,4 @@
-"""How many blocks a pool gets: once, at start, from the memory that is free then.
+"""How many blocks fit into the memory that is free at start.
 
     share s of free bytes   floor(floor(free * 0.9 * s) - reserved) / block_bytes)            (F008)
     bytes                   floor((bytes - reserved) / block_bytes)
@@ -10,31 +10,10 @@ runtime allocates beside the pools.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from engine_actor.errors import InvalidOption
-from engine_actor.memory.block_table import blocks_for
 
 SHARE_KEPT_FREE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """num_blocks usable blocks; the longest sequence that a request may reach, and why not more."""
-
-    num_blocks: int
-    block_size: int
-    block_bytes: int
-    max_length: int
-    limited_by_pool: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
 
 
 def state_slots_for(max_residents: int, max_batch_size: int) -> int:
@@ -61,23 +40,10 @@ def blocks_in_bytes(budget: int, block_bytes: int, reserved_bytes: int = 0) -> i
     return blocks
 
 
-def size_pool(
-    kv_memory: float,
-    free_bytes: int,
-    block_size: int,
-    block_bytes: int,
-    context: int,
-    max_sequences: int,
-    reserved_bytes: int = 0,
-) -> PoolSize:
-    """kv_memory: a share of free_bytes if <= 1, else bytes. Never more blocks than max_sequences sequences of full
-    length could use."""
+def blocks_in_memory(kv_memory: float, free_bytes: int, block_bytes: int, reserved_bytes: int = 0) -> int:
+    """kv_memory: a share of `free_bytes` if <= 1, else bytes."""
     if kv_memory <= 1.0:
-        blocks = blocks_in_share(free_bytes, kv_memory, block_bytes, reserved_bytes)
-    else:
-        if kv_memory > free_bytes:
-            raise InvalidOption("kv_memory", int(kv_memory), f"at most the {free_bytes} bytes that are free")
-        blocks = blocks_in_bytes(int(kv_memory), block_bytes, reserved_bytes)
-    blocks = min(blocks, max_sequences * blocks_for(context, block_size))
-    room = blocks * block_size
-    return PoolSize(blocks, block_size, block_bytes, min(context, room), room < context)
+        return blocks_in_share(free_bytes, kv_memory, block_bytes, reserved_bytes)
+    if kv_memory > free_bytes:
+        raise InvalidOption("kv_memory", int(kv_memory), f"at most the {free_bytes} bytes that are free")
+    return blocks_in_bytes(int(kv_memory), block_bytes, reserved_bytes)

@@ -38,7 +38,7 @@ class Deferral:
     missing_slots: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What the last transaction did; drives eviction of dormant sessions and every metric of a step."""
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine_actor.limits import EngineLimits, FairnessBounds
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
-from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
+from engine_actor.options import UNBOUNDED
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import RequestRecord
 from engine_actor.requests.table import RequestTable
@@ -55,18 +56,18 @@ def share_budget(wants: Sequence[int], budget: int) -> list[int]:
 
 
 class Scheduler:
-    def __init__(self, requests: RequestTable, cache: CacheManager, config: EngineConfig) -> None:
+    def __init__(self, requests: RequestTable, cache: CacheManager, limits: EngineLimits) -> None:
         self._requests = requests
         self._cache = cache
-        self._config = config
-        self._row_limit = row_limit(config.max_scheduled_tokens, config.max_batch_size)
-        bounds = config.fairness
+        self._limits = limits
+        self._row_limit = row_limit(limits.max_scheduled_tokens, limits.max_batch_size)
+        bounds = limits.fairness
         self._services = 0
         windows = cache.windows
         self._most_queries = UNBOUNDED if windows is None else windows.cap  # of one row
-        self._longest_part = longest_part(config.chunk_size, self._most_queries)
+        self._longest_part = longest_part(limits.chunk_size, self._most_queries)
         self._bounded = bounds != FairnessBounds.off()
-        self._prefill_reserve = math.ceil(bounds.min_prefill_share * config.max_scheduled_tokens)
+        self._prefill_reserve = math.ceil(bounds.min_prefill_share * limits.max_scheduled_tokens)
 
     def plan(self, transaction_id: int) -> StepPlan:
         candidates = self._candidates()
@@ -112,7 +113,7 @@ class Scheduler:
         overdue: list[RequestRecord] = []
         decodes: list[RequestRecord] = []
         prefills: list[RequestRecord] = []
-        bounds = self._config.fairness
+        bounds = self._limits.fairness
         most_passed, most_overtaken = bounds.max_passed_over, max(1, bounds.max_overtakes)
         for record in candidates:
             if record.passed_over >= most_passed or record.overtaken >= most_overtaken:
@@ -141,7 +142,7 @@ class Scheduler:
         if held_back:
             # They get what the prefills cannot use.
             wanted = sum(self._want(record, demand) for record, demand in rows)
-            last = len(rows) + self._config.max_scheduled_tokens - wanted
+            last = len(rows) + self._limits.max_scheduled_tokens - wanted
             for record in held_back:
                 if len(rows) < last:
                     admission.consider(record)
@@ -159,12 +160,12 @@ class Scheduler:
         """Decodes that may run beside a prefill: each takes one token of those that are not kept for prefills."""
         if not self._prefill_reserve:
             return UNBOUNDED
-        return max(1, min(self._config.max_scheduled_tokens - self._prefill_reserve, self._row_limit - 1))
+        return max(1, min(self._limits.max_scheduled_tokens - self._prefill_reserve, self._row_limit - 1))
 
     def _share_out(self, selection: Selection, plan: StepPlan) -> None:
         wants = [self._want(record, demand) for record, demand in selection.rows]
-        counts = share_budget(wants, self._config.max_scheduled_tokens)
-        drafts = self._drafts(selection, self._config.max_scheduled_tokens - sum(counts))
+        counts = share_budget(wants, self._limits.max_scheduled_tokens)
+        drafts = self._drafts(selection, self._limits.max_scheduled_tokens - sum(counts))
         offset = 0
         for (record, demand), count, guesses in zip(selection.rows, counts, drafts, strict=True):
             samples = demand.num_computed_tokens + count == demand.length
@@ -183,7 +184,7 @@ class Scheduler:
         """Drafts that each row verifies."""
         if not any(record.drafts for record, _ in selection.rows):
             return [()] * len(selection.rows)
-        cache, size = self._cache, self._config.block_size
+        cache, size = self._cache, self._limits.block_size
         wants = []
         for record, demand in selection.rows:
             table = cache.table(record.id)

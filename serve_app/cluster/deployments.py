@@ -167,20 +167,20 @@ class EngineDeployment:
 
     async def describe(self) -> dict[str, Any]:
         """What start-up found out, for an operator: plain values."""
-        pool = self._report.pool
+        pools = self._report.pools
         return {
             "replica": self._replica,
             "model_name": self._model_name,
             "model": self._report.model,
             "dtype": self._report.dtype,
             "weight_bytes": self._report.weight_bytes,
-            "blocks": pool.num_blocks,
-            "block_size": pool.block_size,
-            "pool_tokens": pool.tokens,
-            "pool_bytes": pool.bytes,
+            "blocks": pools.num_blocks,
+            "block_size": pools.block_size,
+            "pool_tokens": pools.tokens,
+            "pool_bytes": pools.bytes,
             "longest_sequence": self._actor.context_length,
-            "limited_by_pool": pool.limited_by_pool,
-            "max_batch_size": self._options.max_batch_size,
+            "limited_by_pool": pools.limited_by_pool,
+            "max_batch_size": self._options.limits.max_batch_size,
             "max_running_sequences": self._options.running_limit,
             "start_seconds": self._start_seconds,
             "notes": self._report.notes,
@@ -195,10 +195,10 @@ class EngineDeployment:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this where the application autoscales."""
-        stats, options = await self._actor.stats(), self._options
+        stats, limits = await self._actor.stats(), self._options.limits
         return {
             PRESSURE: pressure(
-                stats, max_batch_size=options.max_batch_size, max_scheduled_tokens=options.max_scheduled_tokens
+                stats, max_batch_size=limits.max_batch_size, max_scheduled_tokens=limits.max_scheduled_tokens
             )
         }
 

@@ -77,8 +77,8 @@ def main() -> None:
     import torch
     from transformers import DynamicCache
 
-    from engine_actor.decoding.decoder import PoolGeometry
     from engine_actor.decoding.torch_decoder import TorchDecoder
+    from engine_actor.memory.layout import PoolGeometry
     from tests.support.packed import Row, pack
 
     torch.set_num_threads(arguments.threads)

@@ -13,6 +13,8 @@ import random
 import statistics
 import time
 
+from tests.support.engines import engine_of
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.memory.block_table import blocks_for
-from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.events import EventFlags
 from serve_app.model_store import resolve_model
 
@@ -118,7 +120,7 @@ def main() -> None:
     decoder = TorchDecoder.load(resolve_model(args.model), dtype=args.dtype, weights=args.weights)
     loaded = time.perf_counter() - started
     blocks = 34 * blocks_for(args.context + args.new + 4, 16) + 160
-    engine = Engine(decoder, EngineConfig(blocks, max_batch_size=32))
+    engine = engine_of(decoder, num_blocks=blocks, max_batch_size=32)
     vocab = decoder.manifest.vocab_size
     form = f"weights {args.weights}, {decoder.weight_bytes / 2**20:.0f} MiB"
     print(

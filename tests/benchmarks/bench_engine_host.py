@@ -20,8 +20,11 @@ import numpy as np
 
 from engine_actor.core.engine import Engine
 from engine_actor.core.step import StepTransaction
-from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
-from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from engine_actor.decoding.decoder import PackedStep
+from engine_actor.manifest import DecoderManifest, PagedState
+from engine_actor.memory.layout import PoolGeometry
+from engine_actor.options import SamplingParams, TurnOptions
+from tests.support.engines import engine_of
 
 VOCAB = 64
 PHASES = ("plan", "reserve", "checkpoint", "pack", "sample", "prepare", "commit", "publish", "other")
@@ -96,8 +99,9 @@ def watch(engine: Engine, stopwatch: Stopwatch) -> Callable[[], None]:
 def measure(rows: int, steps: int, sampling: SamplingParams) -> dict[str, float]:
     """Median microseconds a step by phase, and in total without the stopwatch."""
     blocks = rows * (2 * steps // 16 + 4)
-    config = EngineConfig(num_blocks=blocks, block_size=16, max_batch_size=rows, max_scheduled_tokens=max(2048, rows))
-    engine = Engine(InstantDecoder(rows), config)
+    engine = engine_of(
+        InstantDecoder(rows), num_blocks=blocks, max_batch_size=rows, max_scheduled_tokens=max(2048, rows)
+    )
     requests = [engine.create_request() for _ in range(rows)]
     for i, request in enumerate(requests):
         request.begin_turn([2 + i % 60, 3 + i // 60], TurnOptions(sampling=sampling, ignore_eos=True))

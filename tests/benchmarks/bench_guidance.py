@@ -25,10 +25,13 @@ from typing import Any
 import numpy as np
 
 from engine_actor.core.engine import Engine
-from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
-from engine_actor.options import EngineConfig, Guidance, GuidanceKind, TurnOptions
+from engine_actor.decoding.decoder import PackedStep
+from engine_actor.manifest import DecoderManifest, PagedState
+from engine_actor.memory.layout import PoolGeometry
+from engine_actor.options import Guidance, GuidanceKind, TurnOptions
 from engine_actor.sampling.guidance_cursor import Cursor
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.engines import engine_of
 
 SCHEMA = {
     "type": "array",
@@ -72,8 +75,8 @@ def filled(engine: Engine, rows: int, guided: int) -> list[Any]:
 def measure(tokenizer: Tokenizer, rows: int, steps: int) -> dict[str, float]:
     engines = {}
     for name, guided in (("plain", 0), ("guided", rows), ("mixed", 1)):
-        config = EngineConfig(num_blocks=rows * (steps // 16 + 8), block_size=16, max_batch_size=rows)
-        engine = Engine(InstantDecoder(rows, tokenizer), config, tokenizer.vocabulary)
+        blocks, decoder = rows * (steps // 16 + 8), InstantDecoder(rows, tokenizer)
+        engine = engine_of(decoder, num_blocks=blocks, max_batch_size=rows, vocabulary=tokenizer.vocabulary)
         engines[name] = engine, filled(engine, rows, guided)
     spent: dict[str, list[float]] = {name: [] for name in engines}
     gc.collect()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine_actor.core.engine import Engine
-from engine_actor.decoding.decoder import DecoderManifest, PagedState, PoolGeometry
 from engine_actor.errors import InvalidOption
-from engine_actor.memory.sizing import blocks_in_share, size_pool
-from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds, Numerics, TurnOptions
+from engine_actor.limits import EngineLimits, FairnessBounds, Numerics
+from engine_actor.manifest import DecoderManifest, PagedState
+from engine_actor.memory.layout import PoolGeometry, PoolLayout, plan_pools, pools_in_memory
+from engine_actor.memory.sizing import blocks_in_memory, blocks_in_share
+from engine_actor.options import UNBOUNDED, TurnOptions
 from tests.support.doubles import P10, P20, ForcedDecoder, SyntheticDecoder, build_engine, run_out
+from tests.support.engines import engine_of
 
 GIB = 2**30
 
@@ -18,11 +20,11 @@ GIB = 2**30
 @pytest.mark.parity("F003")
 def test_the_token_budget_has_its_default_and_takes_positive_integers() -> None:
     """CF-01."""
-    assert EngineConfig(num_blocks=8).max_scheduled_tokens == 2048
-    assert EngineConfig(num_blocks=8, max_scheduled_tokens=321).max_scheduled_tokens == 321
+    assert EngineLimits().max_scheduled_tokens == 2048
+    assert EngineLimits(max_scheduled_tokens=321).max_scheduled_tokens == 321
     for value in (0, -1, 1.5, 4_000_000_000, True, "5", None):
         with pytest.raises(InvalidOption, match=r"max_scheduled_tokens must be an integer from 1 to 2147483647"):
-            EngineConfig(num_blocks=8, max_scheduled_tokens=value)  # type: ignore[arg-type]
+            EngineLimits(max_scheduled_tokens=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parity("F003")
@@ -46,24 +48,25 @@ def test_rows_and_tokens_are_limited_independently() -> None:
 def test_bad_limits_are_refused_by_name(name: str, value: object) -> None:
     values = {"num_blocks": 8, name: value}
     with pytest.raises(InvalidOption, match=f"{name} must be an integer"):
-        EngineConfig(**values)  # type: ignore[arg-type]
+        engine_of(SyntheticDecoder(), **values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parity("F004")
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_batch_size", "max_residents", "max_length"])
 def test_zero_is_no_limit_that_an_engine_could_work_with(name: str) -> None:
     with pytest.raises(InvalidOption, match=name):
-        EngineConfig(**{"num_blocks": 8, name: 0})  # type: ignore[arg-type]
+        engine_of(SyntheticDecoder(), **{"num_blocks": 8, name: 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parity("F004")
 def test_other_defaults() -> None:
-    config = EngineConfig(num_blocks=8)
-    assert (config.block_size, config.max_batch_size, config.chunk_size) == (16, 32, 0)
-    assert (config.max_residents, config.residents, config.max_length) == (None, 32, None)
-    assert (config.preemption, config.prefix_reuse, config.numerics) == (True, True, Numerics.EXACT)
-    assert (config.first_block_id, config.block_order) == (1, "fifo")
-    assert FairnessBounds.off() == FairnessBounds(UNBOUNDED, 0.0, UNBOUNDED) != config.fairness
+    limits = EngineLimits()
+    assert (limits.block_size, limits.max_batch_size, limits.chunk_size) == (16, 32, 0)
+    assert (limits.preemption, limits.prefix_reuse, limits.numerics) == (True, True, Numerics.EXACT)
+    assert (limits.first_block_id, limits.block_order) == (1, "fifo")
+    assert FairnessBounds.off() == FairnessBounds(UNBOUNDED, 0.0, UNBOUNDED) != limits.fairness
+    pools = plan_pools(SyntheticDecoder(context=100).manifest, limits, num_blocks=8)
+    assert (pools.max_residents, pools.max_length, pools.max_columns) == (32, 100, None)
 
 
 @pytest.mark.parity("F004")
@@ -79,7 +82,7 @@ def test_fairness_bounds_are_checked(field: str, value: float) -> None:
 @pytest.mark.parametrize(("field", "value"), [("block_order", "random"), ("first_block_id", 2)])
 def test_unknown_orders_are_refused(field: str, value: object) -> None:
     with pytest.raises(InvalidOption, match=field):
-        EngineConfig(**{"num_blocks": 8, field: value})  # type: ignore[arg-type]
+        EngineLimits(**{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +113,11 @@ def test_capabilities_come_from_the_manifest_alone() -> None:
 def test_an_engine_refuses_at_once_what_its_decoder_cannot_do() -> None:
     decoder = SyntheticDecoder(context=64)
     with pytest.raises(InvalidOption, match="max_length must be at most 64, not 65"):
-        Engine(decoder, EngineConfig(num_blocks=8, max_length=65))
+        engine_of(decoder, num_blocks=8, max_length=65)
     decoder.row_invariant = False
     with pytest.raises(InvalidOption, match="numerics must be 'fast'"):
-        Engine(decoder, EngineConfig(num_blocks=8))
-    Engine(decoder, EngineConfig(num_blocks=8, numerics=Numerics.FAST))
+        engine_of(decoder, num_blocks=8)
+    engine_of(decoder, num_blocks=8, numerics=Numerics.FAST)
 
 
 @pytest.mark.parity("F007", "F137")
@@ -157,14 +160,13 @@ def test_the_pool_is_sized_from_free_memory() -> None:
 
 @pytest.mark.parity("F008", "F004")
 def test_bytes_are_taken_literally_and_shares_in_their_range() -> None:
-    assert size_pool(1000.0, 10_000, 4, 100, 4096, 8).num_blocks == 10
-    assert size_pool(1.0, 10_000, 4, 100, 4096, 8).num_blocks == 90
-    assert size_pool(0.5, 10**9, 4, 100, 16, 2).num_blocks == 8  # no more than two whole sequences can use
+    assert blocks_in_memory(1000.0, 10_000, 100) == 10
+    assert blocks_in_memory(1.0, 10_000, 100) == 90
     for share in (0, -0.1):
         with pytest.raises(InvalidOption, match="kv_memory"):
-            size_pool(share, 10_000, 4, 100, 4096, 8)
+            blocks_in_memory(share, 10_000, 100)
     with pytest.raises(InvalidOption, match="at most the 500 bytes"):
-        size_pool(1000.0, 500, 4, 100, 4096, 8)
+        blocks_in_memory(1000.0, 500, 100)
     with pytest.raises(InvalidOption, match="kv_memory"):
         blocks_in_share(10_000, 1.01, 100)
 
@@ -177,11 +179,22 @@ def test_a_budget_that_the_windows_use_up_is_an_error() -> None:
             blocks_in_share(1000, 1.0, 100, windowed)
 
 
+def pools_of(kv_memory: float, free_bytes: int, *, context: int, sessions: int = 6) -> PoolLayout:
+    """Of a model whose block of 4 positions has 96 bytes, in an engine of two rows."""
+    manifest = DecoderManifest(32, context, frozenset({1}), PagedState((0,), 1, 12, 1))
+    limits = EngineLimits(block_size=4, max_batch_size=2)
+    return pools_in_memory(manifest, limits, kv_memory=kv_memory, free_bytes=free_bytes, max_sessions=sessions)
+
+
 @pytest.mark.parity("F008")
 def test_a_pool_smaller_than_the_context_says_so() -> None:
-    size = size_pool(1000.0, 10_000, 4, 100, 4096, 8)
-    assert (size.max_length, size.limited_by_pool, size.tokens, size.bytes) == (40, True, 40, 1000)
-    assert size_pool(0.9, 10**9, 4, 100, 40, 8).limited_by_pool is False
+    pools = pools_of(1000.0, 10_000, context=4096)
+    assert (pools.max_length, pools.limited_by_pool, pools.tokens, pools.bytes) == (40, True, 40, 960)
+    assert pools_of(0.9, 10**9, context=40).limited_by_pool is False
+
+
+def test_no_pool_is_larger_than_whole_sequences_for_all_residents() -> None:
+    assert pools_of(0.5, 10**9, context=16, sessions=1).num_blocks == 3 * 4
 
 
 @pytest.mark.parametrize("first", [0, 1])

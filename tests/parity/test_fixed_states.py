@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_actor.core.engine import Engine
-from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.errors import ContractViolation, InvalidOption, OutOfBlocks, RetryableStepError
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.fixed_state import FixedStates
+from engine_actor.memory.layout import PoolGeometry
 from engine_actor.memory.reservation import RowDemand
-from engine_actor.memory.sizing import blocks_in_bytes, size_pool, state_slots_for
+from engine_actor.memory.sizing import blocks_in_bytes, blocks_in_memory, state_slots_for
 from engine_actor.memory.step_reservation import StepReservation
-from engine_actor.options import UNBOUNDED, EngineConfig, RequestOptions
+from engine_actor.options import UNBOUNDED, RequestOptions
 from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestRecord
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, Room
+from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
 
@@ -78,7 +78,7 @@ def test_a_second_pool_of_the_same_class_exists_only_for_models_with_a_state() -
             allocated.append(pools)
             super().allocate(pools)
 
-    engine = Engine(Watched(), EngineConfig(num_blocks=8, block_size=4, max_batch_size=2, max_residents=3))
+    engine = engine_of(Watched(), num_blocks=8, block_size=4, max_batch_size=2, max_residents=3)
     assert allocated == [PoolGeometry(9, 4, 6)]  # five usable slots and slot 0, which stands for zeros
     assert engine._cache.states is not None and engine._cache.states.pool.usable == 5
     assert engine._cache.index is None  # a hit would need the state at its end
@@ -100,8 +100,8 @@ def test_dp07_states_are_taken_from_memory_before_blocks() -> None:
     assert blocks_in_bytes(1_000_000, 3_000, two_banks) == 266
     with pytest.raises(InvalidOption, match="which is one block"):
         blocks_in_bytes(1_000_000, 3_000, 1_000_000)
-    assert size_pool(1_000_000, 2_000_000, 4, 3_000, 10**6, 9, two_banks).num_blocks == 266
-    assert size_pool(1.0, 1_000_000, 4, 3_000, 10**6, 9, two_banks).num_blocks == 233
+    assert blocks_in_memory(1_000_000, 2_000_000, 3_000, two_banks) == 266
+    assert blocks_in_memory(1.0, 1_000_000, 3_000, two_banks) == 233
 
 
 @pytest.mark.parity("F295", "F304")
@@ -109,7 +109,7 @@ def test_a_state_cannot_be_committed_at_a_prefix_so_there_are_no_drafts() -> Non
     decoder = RecurrentDecoder()
     object.__setattr__(decoder.manifest, "max_draft_tokens", 4)
     with pytest.raises(InvalidOption, match="max_draft_tokens must be 0"):
-        Engine(decoder, EngineConfig(num_blocks=8))
+        engine_of(decoder, num_blocks=8)
     cache = caches(8, 3)
     reservation = cache.reserve([RowDemand(X, True, 0, 5, 2)])
     with pytest.raises(ContractViolation, match="a state at 5 cannot be committed at 3"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine_actor.core.engine import Engine
 from engine_actor.errors import GuidanceFailed, InvalidCall, InvalidOption, RetryableStepError, UnusableGrammar
-from engine_actor.options import EngineConfig, Guidance, GuidanceKind, SamplingParams, TurnOptions
+from engine_actor.options import Guidance, GuidanceKind, SamplingParams, TurnOptions
 from engine_actor.requests.events import ErrorCode
 from engine_actor.requests.outcomes import StepOutcome
 from engine_actor.requests.record import FinishReason
@@ -21,6 +21,7 @@ from engine_actor.requests.request import Request
 from engine_actor.sampling.guidance import Grammars
 from engine_actor.sampling.guidance_cursor import Cursor
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engines import engine_of
 from tests.support.grammars import EOS, IDS, allowed, encode, letters, regex, spell
 
 PROMPT = encode("say")
@@ -38,9 +39,9 @@ class Chatty(SyntheticDecoder):
         return row
 
 
-def engine_of(decoder: SyntheticDecoder | None = None, **config: Any) -> Engine:
+def chatty(decoder: SyntheticDecoder | None = None, **config: Any) -> Engine:
     config = {"num_blocks": 64, "block_size": 4, "max_batch_size": 8, "prefix_reuse": False} | config
-    return Engine(decoder or Chatty(), EngineConfig(**config), letters)
+    return engine_of(decoder or Chatty(), vocabulary=letters, **config)
 
 
 def begin(engine: Engine, guidance: Guidance | None, prompt: list[int] = PROMPT, **options: Any) -> Request:
@@ -64,7 +65,7 @@ def answer(request: Request, prompt: list[int] = PROMPT) -> str:
 
 
 def alone(guidance: Guidance | None, **options: Any) -> str:
-    engine = engine_of()
+    engine = chatty()
     request = begin(engine, guidance, **options)
     finish(engine)
     return answer(request)
@@ -73,7 +74,7 @@ def alone(guidance: Guidance | None, **options: Any) -> str:
 @pytest.mark.parity("F283")
 def test_turns_with_different_grammars_and_without_one_run_in_one_batch() -> None:
     """GD-04."""
-    engine = engine_of()
+    engine = chatty()
     digits, words, plain = regex("[0-9]{3}"), Guidance(GuidanceKind.LARK, 'start: "yes" | "no"'), None
     requests = [begin(engine, guidance) for guidance in (digits, words, plain)]
     finish(engine)
@@ -95,7 +96,7 @@ def test_a_letter_that_the_model_does_not_want() -> None:
     """GD-02."""
     decoder = Chatty()
     decoder.loud = (IDS["z"], IDS["q"])
-    engine = engine_of(decoder)
+    engine = chatty(decoder)
     request = begin(engine, regex("!a"))
     finish(engine)
     assert answer(request) == "!a"
@@ -106,7 +107,7 @@ def test_a_letter_that_the_model_does_not_want() -> None:
 def test_a_step_that_is_rolled_back_moves_no_cursor(failing_step: int) -> None:
     guidance = regex("(ab|12|no)+x")
     decoder = Chatty()
-    engine = engine_of(decoder)
+    engine = chatty(decoder)
     request = begin(engine, guidance)
     for step in range(100):
         if not engine.has_pending_requests():
@@ -121,7 +122,7 @@ def test_a_step_that_is_rolled_back_moves_no_cursor(failing_step: int) -> None:
 @pytest.mark.parity("F285")
 def test_draining_events_one_by_one_moves_no_cursor() -> None:
     guidance = regex("(ab|12|no)+x")
-    engine = engine_of()
+    engine = chatty()
     requests = [begin(engine, guidance) for _ in range(3)]
     finish(engine, max_events=1)
     assert [answer(request) for request in requests] == [alone(guidance)] * 3
@@ -160,11 +161,11 @@ def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch: pytest.Monk
 @pytest.mark.parity("F289")
 def test_rows_without_a_grammar_and_parts_of_prompts_are_let_through() -> None:
     long_prompt = encode("abcdefghijklmnopqrstuvwxyz" * 2)
-    engine = engine_of(max_scheduled_tokens=8, chunk_size=5)
+    engine = chatty(max_scheduled_tokens=8, chunk_size=5)
     guided = begin(engine, regex("[a-c]{6}"), long_prompt)
     plain = begin(engine, None)
     finish(engine)
-    whole = engine_of()
+    whole = chatty()
     same = begin(whole, regex("[a-c]{6}"), long_prompt)
     finish(whole)
     assert guided.tokens == same.tokens and re.fullmatch("[a-c]{6}", answer(guided, long_prompt))
@@ -182,7 +183,7 @@ def test_a_mask_that_could_not_be_made_once_is_made_in_the_next_step(monkeypatch
         return made(cursor, tokens)
 
     monkeypatch.setattr(Cursor, "mask", once)
-    engine = engine_of()
+    engine = chatty()
     request = begin(engine, regex("(ab|12|no)+x"))
     finish(engine)
     assert engine.metrics.retryable_aborts == 1
@@ -201,7 +202,7 @@ def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pyt
         return made(cursor, tokens)
 
     monkeypatch.setattr(Cursor, "mask", limited)
-    engine = engine_of()
+    engine = chatty()
     bad, good = begin(engine, regex("b[a-z]{8}")), begin(engine, regex("c[a-z]{8}"))
     events = []
     while engine.has_pending_requests():
@@ -232,7 +233,7 @@ def test_a_mask_has_a_bit_for_each_column_of_the_logits() -> None:
 @pytest.mark.parity("F293")
 def test_a_second_turn_begins_its_grammar_anew() -> None:
     """GD-06."""
-    engine = engine_of()
+    engine = chatty()
     request = begin(engine, regex("[0-9]{4}"))
     finish(engine)
     begun = len(request.tokens) + len(PROMPT)
@@ -246,7 +247,7 @@ def test_a_second_turn_begins_its_grammar_anew() -> None:
 
 @pytest.mark.parity("F296")
 def test_drafts_are_refused_beside_a_grammar() -> None:
-    engine = engine_of(Chatty(drafts=8))
+    engine = chatty(Chatty(drafts=8))
     request = begin(engine, regex("[a-z]+"))
     engine.run(1000)
     engine.run(1000)
@@ -271,7 +272,7 @@ def test_a_grammar_says_when_an_answer_ends(refused: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_no_grammar_is_refused_with_the_reason_and_changes_nothing(guidance: Guidance, words: str) -> None:
-    engine = engine_of()
+    engine = chatty()
     request = engine.create_request()
     with pytest.raises(UnusableGrammar, match=words):
         request.begin_turn(PROMPT, TurnOptions(guidance=guidance))
@@ -281,13 +282,13 @@ def test_what_is_no_grammar_is_refused_with_the_reason_and_changes_nothing(guida
 
 
 def test_an_engine_without_a_vocabulary_says_so() -> None:
-    engine = Engine(Chatty(), EngineConfig(num_blocks=8))
+    engine = engine_of(Chatty(), num_blocks=8)
     with pytest.raises(UnusableGrammar, match="no vocabulary"):
         engine.create_request().begin_turn(PROMPT, TurnOptions(guidance=regex("a")))
 
 
 def test_a_branch_follows_the_grammar_from_its_own_beginning() -> None:
-    engine = engine_of()
+    engine = chatty()
     first = begin(engine, regex("[a-f]{6}"), sampling=SamplingParams(temperature=1.0, seed=1))
     engine.run(1000)
     second = first.fork(len(PROMPT))
@@ -298,7 +299,7 @@ def test_a_branch_follows_the_grammar_from_its_own_beginning() -> None:
 
 
 def test_a_preempted_turn_goes_on_in_its_grammar() -> None:
-    engine = engine_of(num_blocks=9, max_batch_size=4)
+    engine = chatty(num_blocks=9, max_batch_size=4)
     guidance = regex("([a-c]{2}[0-9])+!")
     running = [begin(engine, guidance, max_generated_tokens=14) for _ in range(4)]
     answers = []
@@ -314,12 +315,12 @@ def test_a_preempted_turn_goes_on_in_its_grammar() -> None:
 
 def test_a_turn_that_another_engine_had_begun_goes_on_in_its_grammar() -> None:
     guidance, sampling = regex("([a-c]{2}[0-9])+!"), SamplingParams(temperature=1.0, seed=5)
-    engine = engine_of()
+    engine = chatty()
     whole = begin(engine, guidance, sampling=sampling)
     finish(engine)
     said = whole.tokens[len(PROMPT) :]
     for cut in range(len(said)):
-        other = engine_of()
+        other = chatty()
         options = {"sampling": sampling, "resumed_tokens": cut}
         resumed = begin(other, guidance, PROMPT + said[:cut], **options)
         finish(other)
@@ -362,7 +363,7 @@ def test_what_is_no_text_may_come_before_a_trigger() -> None:
 def test_every_answer_matches_its_grammar_and_is_the_one_it_would_be_alone(
     asked: list[tuple[str, float, int]],
 ) -> None:
-    engine = engine_of()
+    engine = chatty()
     turns = [
         (pattern, {"sampling": SamplingParams(temperature=temperature, seed=seed), "max_generated_tokens": 10})
         for pattern, temperature, seed in asked

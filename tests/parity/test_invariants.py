@@ -12,7 +12,7 @@ from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.paged_cache import PagedCache
-from engine_actor.requests.record import RequestStatus
+from engine_actor.requests.record import RequestStatus, TokenHistory
 from tests.support.engine_room import LOWEST, Room, advance, demand
 
 X, Y = 1, 2
@@ -256,29 +256,31 @@ def test_the_sweep_is_linear() -> None:
     assert large < 11 * small
 
 
-@pytest.mark.parity("F188")
-def test_one_step_looks_at_each_resident_a_bounded_number_of_times() -> None:
-    def lines_of(residents: int) -> int:
-        room = Room(num_blocks=4 * residents, max_batch_size=residents, prefix_reuse=True)
-        for i in range(residents):
-            room.add([2 + i % 60, 3, 4, 5, 6 + i // 60], ignore_eos=True)
-        room.engine.run(2000)
-        room.decoder.choose = lambda sequence: 5
-        count = 0
+class Untouched:
+    """Stands for the table of an idle request: whoever looks at it fails."""
 
-        def trace(frame: Any, event: str, arg: object) -> object:
-            nonlocal count
-            if "support" in frame.f_code.co_filename:
-                return None
-            count += event == "line"
-            return trace
+    def __getattribute__(self, name: str) -> object:
+        raise AssertionError(f"a step looked at {name} of an idle request's table")
 
-        sys.settrace(trace)
-        try:
-            room.engine.run(2000)
-        finally:
-            sys.settrace(None)
-        return count
 
-    small, large = lines_of(20), lines_of(200)
-    assert large < 11 * small
+@pytest.mark.parity("F146", "F188")
+def test_a_step_looks_at_no_idle_request() -> None:
+    """Nor do the statistics: what they cost does not grow with the sessions that rest."""
+    room = Room(num_blocks=400, max_batch_size=8, max_residents=48, prefix_reuse=True)
+    idle = [room.dormant([2 + i, 3, 4, 5, 6]) for i in range(40)]
+    running = [room.add([50 + i, 7, 8], ignore_eos=True) for i in range(4)]
+    room.engine.run(64)
+    tables = {request.id: room.cache.paged._tables[request.id] for request in idle}
+    for request in idle:
+        dict.__setitem__(room.cache.paged._tables, request.id, Untouched())  # type: ignore[arg-type]
+        room.record(request).history = Untouched()  # type: ignore[assignment]
+    before = [request.num_computed_tokens for request in running]
+    for _ in range(5):
+        room.engine.run(64)
+        room.engine.stats()
+    assert [request.num_computed_tokens for request in running] == [length + 5 for length in before]
+    for request_id, table in tables.items():
+        dict.__setitem__(room.cache.paged._tables, request_id, table)
+    for request in idle:
+        room.record(request).history = TokenHistory()
+        request.close()

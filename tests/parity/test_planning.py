@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_actor.options import UNBOUNDED, EngineConfig, FairnessBounds
+from engine_actor.limits import FairnessBounds
+from engine_actor.options import UNBOUNDED
 from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import FinishReason, RequestStatus
@@ -145,7 +146,6 @@ def test_pl11_a_table_wider_than_a_captured_graph_is_unserviceable() -> None:
 def test_a_captured_table_is_as_wide_as_the_longest_sequence_and_the_pool(
     length: int, blocks: int, columns: int
 ) -> None:
-    assert EngineConfig(num_blocks=blocks, block_size=4).table_columns(length) == columns
     captured = Room(num_blocks=blocks, max_length=length, graph_capture=True)
     assert captured.cache.max_columns == columns
     assert Room(num_blocks=blocks, max_length=length).cache.longest == blocks * 4  # only graphs are narrow

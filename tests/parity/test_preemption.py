@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_actor.options import FairnessBounds, RequestOptions
+from engine_actor.limits import FairnessBounds
+from engine_actor.options import RequestOptions
 from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_actor.errors import ContractViolation, EngineUnhealthy, InvalidOption
-from engine_actor.options import EngineConfig, FairnessBounds
+from engine_actor.limits import EngineLimits, FairnessBounds
 from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, row_limit, share_budget
@@ -64,7 +64,7 @@ def test_sc06_a_budget_of_two_takes_two_decodes() -> None:
     decodes = [room.resident(p, ignore_eos=True) for p in (P10, P20, P30)]
     prefill = room.add(P10)
     room.engine._scheduler = Scheduler(
-        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_scheduled_tokens=2)
+        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.limits, max_scheduled_tokens=2)
     )
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in decodes[:2]]
@@ -209,7 +209,7 @@ def test_sc16_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
     room.step()
     assert (prefill.num_computed_tokens, decode.num_computed_tokens) == (3, 1)
     room.engine._scheduler = Scheduler(
-        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_scheduled_tokens=1)
+        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.limits, max_scheduled_tokens=1)
     )
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [decode.id] and plan.graph_capture_eligible
@@ -236,7 +236,7 @@ def test_sc17_row_limit() -> None:
         with pytest.raises(ValueError, match="must be positive"):
             row_limit(tokens, batch)
         with pytest.raises(InvalidOption):
-            EngineConfig(num_blocks=8, max_scheduled_tokens=tokens, max_batch_size=batch)
+            EngineLimits(max_scheduled_tokens=tokens, max_batch_size=batch)
 
 
 @pytest.mark.parity("F101", "F092", "F106", "F056")
@@ -352,7 +352,7 @@ def test_a_blocked_decode_gives_its_row_to_the_next_decode_not_to_a_prefill() ->
     room.step()
     prefill = room.add([10])
     room.engine._scheduler = Scheduler(
-        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.config, max_batch_size=2)
+        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.limits, max_batch_size=2)
     )
     room.pool.allocate(room.pool.free_count)  # nothing is free: the first decode lacks a block
     plan = room.plan()

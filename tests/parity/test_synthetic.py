@@ -7,7 +7,8 @@ import random
 import pytest
 
 from engine_actor.core.engine import Engine
-from engine_actor.options import FairnessBounds, TurnOptions
+from engine_actor.limits import FairnessBounds
+from engine_actor.options import TurnOptions
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import (

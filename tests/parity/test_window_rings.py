@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from engine_actor.core.engine import Engine
-from engine_actor.decoding.decoder import DecoderManifest, PagedState, PoolGeometry, WindowedState
 from engine_actor.errors import ContractViolation, InvalidOption, OutOfBlocks, RetryableStepError
+from engine_actor.manifest import DecoderManifest, PagedState, WindowedState
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.cache_manager import CacheManager
+from engine_actor.memory.layout import PoolGeometry
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.sizing import blocks_in_share
 from engine_actor.memory.window_ring import WindowRings, ring_blocks
-from engine_actor.options import EngineConfig
 from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, solo
 from tests.support.engine_room import LOWEST, Room
+from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
 
@@ -110,7 +110,7 @@ def manifest(paged: tuple[int, ...], windowed: tuple[int, ...], window: int = 4)
 @pytest.mark.parity("F223", "F231", "F011")
 def test_wr06_what_cannot_be_windowed_is_refused() -> None:
     with pytest.raises(InvalidOption, match="chunk_size must be at least 1"):
-        Engine(WindowedDecoder(), EngineConfig(num_blocks=8))
+        engine_of(WindowedDecoder(), num_blocks=8)
     with pytest.raises(InvalidOption, match="at least one layer that keeps the whole sequence"):
         manifest((), (0, 1))
     for layers in ((1, 2), (2, 2), (), (-1,)):
@@ -145,7 +145,7 @@ def test_the_window_pool_has_a_ring_for_each_resident() -> None:
             allocated.append(pools)
             super().allocate(pools)
 
-    Engine(Watched(), EngineConfig(num_blocks=8, block_size=4, max_batch_size=5, chunk_size=4))
+    engine_of(Watched(), num_blocks=8, block_size=4, max_batch_size=5, chunk_size=4)
     assert allocated == [PoolGeometry(9, 4, 0, 5 * 2 + 1)]  # R = ceil((4 + 3 - 1) / 4)
 
 
@@ -154,9 +154,9 @@ def test_sc08_the_cap_holds_whatever_the_chunk_size_is() -> None:
     assert [longest_part(chunk, 2) for chunk in (7, 0, 1)] == [2, 2, 1]
     room = room_of(chunk_size=2)
     room.add([5] * 9)
-    config = room.engine.config
+    limits = room.engine.limits
     for chunk, count in ((7, 2), (0, 2), (1, 1)):
-        scheduler = Scheduler(room.engine._lifecycle.requests, room.engine._cache, replace(config, chunk_size=chunk))
+        scheduler = Scheduler(room.engine._lifecycle.requests, room.engine._cache, replace(limits, chunk_size=chunk))
         assert [row.count for row in scheduler.plan(1).rows] == [count]
 
 

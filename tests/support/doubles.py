@@ -12,10 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from engine_actor.core.engine import Engine
-from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry, WindowedState
-from engine_actor.options import EngineConfig, FairnessBounds
+from engine_actor.decoding.decoder import PackedStep
+from engine_actor.limits import FairnessBounds
+from engine_actor.manifest import DecoderManifest, PagedState, WindowedState
+from engine_actor.memory.layout import PoolGeometry
 from engine_actor.requests.events import EngineEvent
 from engine_actor.requests.request import Request
+from tests.support.engines import engine_of
 
 POISON = -(10**9)
 
@@ -242,7 +245,7 @@ def build_engine(decoder: SyntheticDecoder, **config: object) -> Engine:
         "fairness": FairnessBounds.off(),
         "prefix_reuse": False,
     }
-    return Engine(decoder, EngineConfig(**{**defaults, **config}))  # type: ignore[arg-type]
+    return engine_of(decoder, **{**defaults, **config})  # type: ignore[arg-type]
 
 
 def run_out(engine: Engine, capacity: int = 64, limit: int = 2000) -> list[EngineEvent]:

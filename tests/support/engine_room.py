@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine_actor.core.engine import Engine
+from engine_actor.limits import FairnessBounds
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation, RowDemand
-from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, TurnOptions
+from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.events import EngineEvent
 from engine_actor.requests.record import RequestRecord
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engines import engine_of
 
 # Order policies of the source systems (C01, C02), for tests that name block ids.
 LOWEST: dict[str, Any] = {"block_order": "lowest", "first_block_id": 0}
@@ -52,7 +53,7 @@ class Room:
             "fairness": FairnessBounds.off(),
         }
         self.decoder = decoder or SyntheticDecoder()
-        self.engine = Engine(self.decoder, EngineConfig(**(defaults | config)))
+        self.engine = engine_of(self.decoder, **(defaults | config))
         self.cache = self.engine._cache
         self.pool = self.cache.pool
         self.requests: list[Request] = []  # handles: a request without one is abandoned

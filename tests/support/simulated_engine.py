@@ -15,7 +15,9 @@ from ray.serve import Application
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.decoding.decoder import DecoderManifest, PackedStep, PagedState, PoolGeometry
+from engine_actor.decoding.decoder import PackedStep
+from engine_actor.manifest import DecoderManifest, PagedState
+from engine_actor.memory.layout import PoolGeometry
 from serve_app.cluster import app as app_module
 from serve_app.cluster.app import assemble
 from serve_app.cluster.deployments import EngineDeployment

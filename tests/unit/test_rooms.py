@@ -20,7 +20,9 @@ FLOORS = [
     ["kernels"],
     # the engine
     ["engine_actor.errors", "engine_actor.stopwatch"],
-    ["engine_actor.options", "engine_actor.memory", "engine_actor.weights"],
+    ["engine_actor.options", "engine_actor.manifest"],
+    ["engine_actor.limits"],
+    ["engine_actor.memory", "engine_actor.weights"],
     ["engine_actor.actor_options", "engine_actor.sampling", "engine_actor.models"],
     ["engine_actor.messages", "engine_actor.requests"],
     ["engine_actor.scheduling"],
@@ -28,7 +30,7 @@ FLOORS = [
     ["engine_actor.core"],
     ["engine_actor.sessions"],
     ["engine_actor.turns"],
-    ["engine_actor.actor"],
+    ["engine_actor.actor", "engine_actor.offline"],
     # the application
     ["serve_app.interruption", "serve_app.local_ports", "serve_app.model_store", "serve_app.config_values"],
     ["serve_app.text", "serve_app.telemetry", "serve_app.ingress"],

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_actor.actor.actor import EngineActor
-from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.messages import HistorySpan, TurnAccepted, TurnEnded, TurnRefused, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.vocabulary import Vocabulary
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engines import actor_options
 
 BLOCK_SIZE = 4
 
@@ -35,7 +35,7 @@ async def start_actor(
 ) -> EngineActor:
     options.setdefault("kv_memory", float(blocks * decoder.manifest.paged.block_bytes(BLOCK_SIZE)))
     actor = EngineActor(
-        ActorOptions("synthetic", block_size=BLOCK_SIZE, **options),
+        actor_options("synthetic", block_size=BLOCK_SIZE, **options),
         "replica-1",
         detokenize,
         lambda _options, _progress: LoadedDecoder(decoder, 2**40),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from engine_actor.actor.actor import EngineActor
-from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.messages import session_key
 from engine_actor.requests.outcomes import StepOutcome, StepReport
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engines import actor_options
 from tests.unit.actor.helpers import BLOCK_SIZE, ask, start_actor, turn
 
 
@@ -18,7 +18,7 @@ async def test_every_transaction_is_reported_once_with_its_tokens() -> None:
     reports: list[StepReport] = []
     memory = float(64 * decoder.manifest.paged.block_bytes(BLOCK_SIZE))
     actor = EngineActor(
-        ActorOptions("synthetic", block_size=BLOCK_SIZE, kv_memory=memory),
+        actor_options("synthetic", block_size=BLOCK_SIZE, kv_memory=memory),
         "replica-1",
         None,
         lambda _options, _progress: LoadedDecoder(decoder, 2**40),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_actor.actor.owner_loop import OwnerLoop
-from engine_actor.core.engine import Engine
 from engine_actor.messages import (
     EndReason,
     ForkOutcome,
@@ -27,11 +26,12 @@ from engine_actor.messages import (
     TurnTokens,
     session_key,
 )
-from engine_actor.options import EngineConfig, SamplingParams
+from engine_actor.options import SamplingParams
 from engine_actor.sessions.table import SessionTable
 from engine_actor.turns.turn import Delivery, Turn
 from engine_actor.turns.waiting_room import TurnLimits
 from tests.support.doubles import SyntheticDecoder, solo
+from tests.support.engines import engine_of
 
 VOCAB, EOS, CONTEXT = 60, 1, 40
 ROUNDS_TO_FINISH = 2000
@@ -95,9 +95,15 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         sessions=st.integers(1, 3),
     )
     def build(self, running: int, queued: int, rows: int, blocks: int, sessions: int) -> None:
-        config = EngineConfig(blocks, 4, max_batch_size=rows, max_residents=sessions + rows, max_length=CONTEXT)
         self.now = 0.0
-        self.engine = Engine(SyntheticDecoder(VOCAB, EOS, CONTEXT), config)
+        self.engine = engine_of(
+            SyntheticDecoder(VOCAB, EOS, CONTEXT),
+            num_blocks=blocks,
+            block_size=4,
+            max_batch_size=rows,
+            max_residents=sessions + rows,
+            max_length=CONTEXT,
+        )
         self.table = SessionTable(self.engine, "r", sessions, 0.0, clock=lambda: self.now)
         self.limits = TurnLimits(running, queued, 3)
         self.loop = OwnerLoop(self.engine, self.table, "r", self.limits, self._deliver, clock=lambda: self.now)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine_actor.decoding.decoder import Decoder, PoolGeometry
+from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
+from engine_actor.memory.layout import PoolGeometry
 from tests.support import tiny_models
 from tests.support.doubles import ForcedDecoder, MixingDecoder, RecurrentMixingDecoder, SyntheticDecoder
 from tests.support.packed import STATE_SLOTS, Row, pack

@@ -10,9 +10,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption
+from engine_actor.memory.layout import PoolGeometry
 from kernels import native
 from tests.support import tiny_models
 from tests.support.gguf_writing import write_gguf

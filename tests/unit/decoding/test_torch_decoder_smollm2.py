@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
+from engine_actor.memory.layout import PoolGeometry
 from kernels import native
 from serve_app.text.tokenizer import load_tokenizer
 from tests.support.packed import Row, pack, run_in_chunks

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import MAX_DRAFT_TOKENS, TorchDecoder
-from engine_actor.options import EngineConfig, TurnOptions
+from engine_actor.options import TurnOptions
 from engine_actor.requests.record import RequestStatus
 from tests.support import tiny_models
+from tests.support.engines import engine_of
 
 LIMIT = 24
 
@@ -29,7 +29,7 @@ def answers(folder: Path, right: int | None, seed: int = 0) -> tuple[list[list[i
     if not decoder.row_invariant:
         pytest.skip("this decoder's rows are not the same in any batch on this machine")
     assert decoder.manifest.max_draft_tokens == MAX_DRAFT_TOKENS
-    engine = Engine(decoder, EngineConfig(num_blocks=32, block_size=4, max_length=64))
+    engine = engine_of(decoder, num_blocks=32, block_size=4, max_length=64)
     rng = random.Random(seed)
     known = [] if right is None else answers(folder, None)[0]
     requests = [engine.create_request() for _ in range(2)]

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import RetryableStepError
-from engine_actor.options import EngineConfig, Guidance, SamplingParams, TurnOptions
+from engine_actor.options import Guidance, SamplingParams, TurnOptions
 from engine_actor.requests.record import FinishReason
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
+from tests.support.engines import engine_of
 from tests.support.grammars import lark, regex, schema
 from tests.support.prose import PROSE
 
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, model: TorchDecoder, tokenizer: Tokenizer, **config: int | bool) -> None:
         decoder = TorchDecoder(model._model, model._device, model._dtype)
         settings: dict[str, int | bool] = {"num_blocks": 160, "block_size": 16, "max_batch_size": 32, **config}
-        self.engine = Engine(decoder, EngineConfig(**settings), tokenizer.vocabulary)  # type: ignore[arg-type]
+        self.engine = engine_of(decoder, vocabulary=tokenizer.vocabulary, **settings)
         self._tokenizer = tokenizer
 
     def prompt(self, asked: Asked) -> list[int]:

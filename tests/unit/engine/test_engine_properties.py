@@ -21,13 +21,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_actor.core.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, InvalidCall, RetryableStepError
+from engine_actor.limits import FairnessBounds
 from engine_actor.memory.block_table import blocks_for
-from engine_actor.options import EngineConfig, FairnessBounds, RequestOptions, SamplingParams, TurnOptions
+from engine_actor.options import RequestOptions, SamplingParams, TurnOptions
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
 from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
+from tests.support.engines import engine_of
 from tests.support.grammars import alphabet, regex
 
 VOCAB, EOS, CONTEXT, DRAFTS = 12, 1, 40, 4
@@ -99,7 +101,7 @@ class Expected:
     prompt: int = 0
     cancelled: bool = False
 
-    def take(self, event: EngineEvent, config: EngineConfig) -> None:
+    def take(self, event: EngineEvent, engine: Engine) -> None:
         assert self.open_turn, "an event of a turn that has ended"
         assert event.turn_id == self.turn
         if event.token is not None:
@@ -111,20 +113,20 @@ class Expected:
             self.open_turn = False
             usage = event.usage
             assert usage is not None and (usage.prompt_tokens, usage.generated_tokens) == (self.prompt, self.generated)
-            self._check_reason(event, config)
+            self._check_reason(event, engine)
 
     def _next(self) -> int:
         if self.options.guidance is None:
             return oracle(self.tokens, self.options.sampling)
         return oracle(self.tokens, self.options.sampling, ALLOWED[self.generated % 2])
 
-    def _check_reason(self, event: EngineEvent, config: EngineConfig) -> None:
+    def _check_reason(self, event: EngineEvent, engine: Engine) -> None:
         reason = event.finish_reason
         if reason is FinishReason.CANCELLED:
             assert self.cancelled
         elif reason is FinishReason.FAILED:
             assert event.error_code == ErrorCode.UNSERVICEABLE
-            assert blocks_for(len(self.tokens), config.block_size) > config.num_blocks
+            assert blocks_for(len(self.tokens), engine.pools.block_size) > engine.pools.num_blocks
         elif reason in (FinishReason.EOS, FinishReason.STOP_SEQUENCE):
             token = self._next()
             assert reason is (FinishReason.EOS if token == EOS else FinishReason.STOP_SEQUENCE)
@@ -145,8 +147,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.decoder = self.build_decoder()
         if self.decoder.manifest.windowed is not None:
             values["chunk_size"] = values["chunk_size"] or 2
-        self.config = EngineConfig(max_length=CONTEXT, **values)  # type: ignore[arg-type]
-        self.engine = Engine(self.decoder, self.config, lambda: alphabet(VOCAB, EOS))
+        self.engine = engine_of(
+            self.decoder,
+            max_length=CONTEXT,
+            vocabulary=lambda: alphabet(VOCAB, EOS),
+            **values,  # type: ignore[arg-type]
+        )
         self.known: dict[int, Expected] = {}
         self.blocked_runs = 0
 
@@ -416,7 +422,7 @@ class EngineMachine(RuleBasedStateMachine):
         blocked = False
         for event in events:
             if event.request_id is not None:
-                self.known[event.request_id].take(event, self.config)
+                self.known[event.request_id].take(event, self.engine)
                 continue
             assert not event.flags & (EventFlags.TOKEN | EventFlags.TURN_FINISHED)
             assert event.error_code in (ErrorCode.DEFERRED, ErrorCode.RETRYABLE, ErrorCode.EXECUTION_MEMORY)
@@ -430,7 +436,7 @@ class EngineMachine(RuleBasedStateMachine):
         preemption is off it may have to close a running one."""
         owners = [e for e in self.known.values() if self.engine.blocks_of(e.handle) or self._holds_place(e)]
         dormant = [e for e in owners if e.handle.status is RequestStatus.IDLE]
-        assert dormant or not self.config.preemption, "blocked although nothing dormant could be closed"
+        assert dormant or not self.engine.limits.preemption, "blocked although nothing dormant could be closed"
         expected = (dormant or owners)[0]
         del self.known[expected.handle.id]
         expected.handle.close()

@@ -10,9 +10,10 @@ import pytest
 from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import InvalidOption
-from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import load_tokenizer
+from tests.support.engines import engine_of
 
 NEW = 24
 QUESTION = "<|im_start|>user\nWrite one sentence about the sea.<|im_end|>\n<|im_start|>assistant\n"
@@ -52,7 +53,7 @@ def test_an_answer_cut_anywhere_goes_on_as_it_would_have(
 ) -> None:
     def engine() -> Engine:
         decoder = TorchDecoder(model._model, model._device, model._dtype)
-        return Engine(decoder, EngineConfig(200, 16, max_batch_size=NEW, prefix_reuse=False))
+        return engine_of(decoder, num_blocks=200, block_size=16, max_batch_size=NEW, prefix_reuse=False)
 
     first = engine()
     whole = begin(first, prompt, sampling, [])
@@ -67,7 +68,7 @@ def test_an_answer_cut_anywhere_goes_on_as_it_would_have(
 
 
 def test_what_cannot_have_been_generated_is_refused(model: TorchDecoder, prompt: list[int]) -> None:
-    engine = Engine(TorchDecoder(model._model, model._device, model._dtype), EngineConfig(20, 16))
+    engine = engine_of(TorchDecoder(model._model, model._device, model._dtype), num_blocks=20, block_size=16)
     with pytest.raises(InvalidOption, match="resumed_tokens"):
         TurnOptions(NEW, resumed_tokens=NEW)
     with pytest.raises(InvalidOption, match="resumed_tokens"):

@@ -12,11 +12,12 @@ from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import RetryableStepError
-from engine_actor.options import EngineConfig, SamplingParams, TurnOptions
+from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.events import EventFlags
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
+from tests.support.engines import engine_of
 from tests.support.prose import PROSE
 
 NEW = 64
@@ -88,7 +89,7 @@ def harness(model: TorchDecoder, **config: int | bool) -> Harness:
     """A new engine over the same weights, with pools of its own."""
     decoder = TorchDecoder(model._model, model._device, model._dtype)
     settings: dict[str, int | bool] = {"num_blocks": 160, "block_size": 16, "max_batch_size": 16, **config}
-    return Harness(Engine(decoder, EngineConfig(**settings)))  # type: ignore[arg-type]
+    return Harness(engine_of(decoder, **settings))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

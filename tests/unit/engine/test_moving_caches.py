@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine_actor.core.engine import Engine
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.memory.kv_blocks import KvBlocks
-from engine_actor.options import EngineConfig, RequestOptions, TurnOptions
+from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.outcomes import StepOutcome
 from engine_actor.requests.record import RequestStatus, Usage
 from engine_actor.requests.request import Request
@@ -23,6 +23,7 @@ from engine_actor.sampling.logprobs import TokenLogprob
 from tests.support import tiny_models
 from tests.support.doubles import MixingDecoder, RecurrentDecoder, WindowedDecoder, build_engine, mixing_logits, run_out
 from tests.support.engine_room import Room
+from tests.support.engines import engine_of
 
 VOCAB, EOS, CONTEXT = 12, 1, 40
 SALTS = (b"", b"other")
@@ -301,7 +302,7 @@ def test_a_cache_that_is_known_up_to_its_last_full_block_is_not_written_again() 
 
 def torch_engine(folder: Path) -> Engine:
     decoder = TorchDecoder.load(folder, dtype="bfloat16", device="cpu")
-    return Engine(decoder, EngineConfig(num_blocks=32, block_size=4, max_batch_size=4))
+    return engine_of(decoder, num_blocks=32, block_size=4, max_batch_size=4)
 
 
 def turn(engine: Engine, request: Request, tokens: list[int]) -> tuple[list[TokenLogprob | None], Usage]:

@@ -11,7 +11,7 @@ MOST, FULL = 300.0, 2048
 
 
 def report(tokens: int, seconds: float, outcome: StepOutcome = StepOutcome.COMMITTED) -> StepReport:
-    return StepReport(1, outcome, tokens=tokens, step_seconds=seconds)
+    return StepReport(transaction_id=1, outcome=outcome, tokens=tokens, step_seconds=seconds)
 
 
 def warm(full_step_seconds: float = 0.0, tokens: int = FULL) -> StepBound:

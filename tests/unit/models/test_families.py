@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
+from engine_actor.memory.layout import PoolGeometry
 from tests.support import tiny_models
 from tests.support.packed import Row, pack
 

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_actor.options import UNBOUNDED, FairnessBounds
+from engine_actor.limits import FairnessBounds
+from engine_actor.options import UNBOUNDED
 from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
@@ -73,7 +74,7 @@ class Workload:
 
 
 def check_counts(room: Room, plan: StepPlan) -> None:
-    config = room.engine.config
+    config = room.engine.limits
     assert len(plan.rows) <= config.max_batch_size and plan.token_count <= config.max_scheduled_tokens
     for row in plan.rows:
         assert 1 <= row.count <= row.demand.length - row.demand.num_computed_tokens
@@ -90,7 +91,7 @@ def s0_plan(room: Room) -> list[int]:
     residents = [records[name] for name in engine._cache.paged.residents() if records[name].has_turn]
     order = [*residents, *engine._lifecycle.requests.queue.values()]
     order.sort(key=lambda record: record.num_computed_tokens < record.prompt_boundary)
-    rows = min(engine.config.max_batch_size, engine.config.max_scheduled_tokens)
+    rows = min(engine.limits.max_batch_size, engine.limits.max_scheduled_tokens)
     blocks, places = cache.available, cache.max_residents - cache.resident_count
     selected = []
     for record in order:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_actor.core.engine import Engine
 from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
-from engine_actor.options import EngineConfig, Numerics
 from engine_actor.requests.outcomes import Deferral, DeferralReason, StepOutcome, StepReport
 from serve_app.telemetry import metrics as m
 from serve_app.telemetry.observers import StepWatch, TurnWatch
 from serve_app.telemetry.reporter import Reporter
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engines import engine_of
 from tests.unit.actor.helpers import ask, start_actor, turn
 
 
@@ -100,7 +99,7 @@ def test_a_metric_that_cannot_be_recorded_hurts_nobody_and_is_told_once(caplog: 
         raise ValueError("no exporter")
 
     metrics = m.EngineMetrics(lambda _: refuse)
-    step = StepReport(1, StepOutcome.COMMITTED, rows=1, tokens=1)
+    step = StepReport(transaction_id=1, outcome=StepOutcome.COMMITTED, rows=1, tokens=1)
     for _ in range(2):
         StepWatch(metrics)(step)
         with TurnWatch(metrics, 1) as turn_watch:
@@ -170,8 +169,19 @@ def test_a_step_is_split_into_model_and_host_and_its_deferrals_into_reasons() ->
     step = StepWatch(exported.metrics)
     reasons = (DeferralReason.BLOCKS, DeferralReason.ROWS, DeferralReason.BLOCKS)
     deferrals = tuple(Deferral(number, reason) for number, reason in enumerate(reasons))
-    step(StepReport(1, StepOutcome.COMMITTED, deferrals, 2, 33, 32, 0.75, 1.0))
-    step(StepReport(2, StepOutcome.CAPACITY_DEFERRED, deferrals[:1]))
+    step(
+        StepReport(
+            transaction_id=1,
+            outcome=StepOutcome.COMMITTED,
+            deferrals=deferrals,
+            rows=2,
+            tokens=33,
+            prefill_tokens=32,
+            decoder_seconds=0.75,
+            step_seconds=1.0,
+        )
+    )
+    step(StepReport(transaction_id=2, outcome=StepOutcome.CAPACITY_DEFERRED, deferrals=deferrals[:1]))
     exported.metrics.publish(STATS)
     assert exported.of("moorage_step_seconds") == {"forward": 0.75, "host": 0.25}
     assert exported.of("moorage_deferrals") == {"blocks": 3, "rows": 1}
@@ -205,10 +215,7 @@ async def test_a_reading_of_a_real_engine_has_all_that_is_exported() -> None:
 
 
 def test_blocks_in_use_are_those_of_running_requests_shared_ones_once() -> None:
-    engine = Engine(
-        SyntheticDecoder(),
-        EngineConfig(num_blocks=16, block_size=4, max_batch_size=4, max_residents=4, numerics=Numerics.EXACT),
-    )
+    engine = engine_of(SyntheticDecoder(), num_blocks=16, block_size=4, max_batch_size=4)
     first = engine.create_request()
     first.begin_turn([1, 2, 3, 4, 5, 6])
     engine.run(16)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from engine_actor.actor.owner_loop import OwnerLoop
-from engine_actor.core.engine import Engine
 from engine_actor.messages import RefusalCode, TurnDelta, TurnRefused, TurnRequest
-from engine_actor.options import EngineConfig, SamplingParams
+from engine_actor.options import SamplingParams
 from engine_actor.sessions.table import SessionTable
 from engine_actor.turns.turn import Turn
 from engine_actor.turns.waiting_room import TurnLimits
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engines import engine_of
 
 
 class Desk:
@@ -21,7 +21,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.now = 100.0
-        engine = Engine(SyntheticDecoder(vocab=1000, eos=5000), EngineConfig(200, 4, max_batch_size=2))
+        engine = engine_of(SyntheticDecoder(vocab=1000, eos=5000), num_blocks=200, block_size=4, max_batch_size=2)
         table = SessionTable(engine, "r", 4, 0.0, clock=lambda: self.now)
         self.loop = OwnerLoop(engine, table, "r", TurnLimits(2, 4, 2), lambda _: None, clock=lambda: self.now)
 

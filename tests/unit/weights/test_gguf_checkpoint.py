@@ -13,9 +13,9 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 
-from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import UnreadableModel, UnsupportedModel
+from engine_actor.memory.layout import PoolGeometry
 from engine_actor.weights.gguf_file import GgufFile
 from engine_actor.weights.opening import open_checkpoint
 from engine_actor.weights.rope_scaling import llama3_divisors
