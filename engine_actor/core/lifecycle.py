@@ -203,7 +203,17 @@ class Lifecycle:
         flags = EventFlags.TURN_FINISHED
         if reason is FinishReason.FAILED:
             flags |= EventFlags.FAILED
-        self.events.push(EngineEvent(flags, record, record.turn_id, None, reason, record.usage(), error_code, message))
+        self.events.push(
+            EngineEvent(
+                flags,
+                record,
+                record.turn_id,
+                finish_reason=reason,
+                usage=record.usage(),
+                error_code=error_code,
+                message=message,
+            )
+        )
 
     def stop(self, error: EngineUnhealthy) -> bool:
         """Fail-stop: the first error is kept for every later call, and every running or waiting turn ends as failed.

@@ -61,7 +61,14 @@ class Mover:
         record = request._record
         with ExitStack() as undo:
             undo.callback(request.close)
-            demand = RowDemand(record.id, True, len(adopted) * size, positions, positions, adopted)
+            demand = RowDemand(
+                request_id=record.id,
+                new=True,
+                num_computed_tokens=len(adopted) * size,
+                target=positions,
+                length=positions,
+                adopted=adopted,
+            )
             reservation = self._cache.reserve([demand])
             undo.callback(reservation.release)
             own = reservation.rows[0].table.blocks[len(adopted) :]

@@ -33,7 +33,7 @@ class ReservedCache(Protocol):
     def drop_provisional(self, request_id: int) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RowDemand:
     """What one row of a step needs. Not frozen only because a frozen one takes three times as long to make.
 

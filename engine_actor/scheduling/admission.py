@@ -61,11 +61,7 @@ class Admission:
             if cost > self.selection.blocks_left:
                 self._block(record, cost)
             else:
-                self._take(
-                    record,
-                    RowDemand(record.id, False, past := record.num_computed_tokens, past + 1, length),
-                    cost,
-                )
+                self._take(record, _demand(record, record.num_computed_tokens, length), cost)
 
     def defer(self, record: RequestRecord, reason: DeferralReason) -> None:
         self.selection.deferrals.append(Deferral(record.id, reason))
@@ -86,7 +82,7 @@ class Admission:
             self._block(record, cost + headroom)
             return
         start = len(adopted) * self._cache.block_size
-        self._take(record, RowDemand(record.id, True, start, start + 1, length, adopted), cost)
+        self._take(record, _demand(record, start, length, adopted, new=True), cost)
         self._residents_left -= 1
         self._rings_left -= 1
         self._overtakes_left -= 1
@@ -116,3 +112,17 @@ class Admission:
             cached = (index.generation, history.length, self._cache.match(record.options.salt, history.ids, known))
             record.match_cache = cached
         return cached[2].blocks
+
+
+def _demand(
+    record: RequestRecord, computed: int, length: int, adopted: tuple[int, ...] = (), *, new: bool = False
+) -> RowDemand:
+    """Of one provisional token (F088)."""
+    return RowDemand(
+        request_id=record.id,
+        new=new,
+        num_computed_tokens=computed,
+        target=computed + 1,
+        length=length,
+        adopted=adopted,
+    )

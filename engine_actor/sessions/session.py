@@ -75,15 +75,15 @@ def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
     if choice:
         sampling = replace(sampling, seed=(sampling.seed + choice * SEED_STEP) % 2**64)
     return TurnOptions(
-        turn.max_generated_tokens,
-        sampling,
-        turn.stop_token_ids,
-        turn.ignore_eos,
-        turn.priority,
-        turn.min_generated_tokens,
-        turn.logprobs,
-        turn.resumed_tokens or 0,
-        turn.guidance,
+        max_generated_tokens=turn.max_generated_tokens,
+        sampling=sampling,
+        stop_token_ids=turn.stop_token_ids,
+        ignore_eos=turn.ignore_eos,
+        priority=turn.priority,
+        min_generated_tokens=turn.min_generated_tokens,
+        logprobs=turn.logprobs,
+        resumed_tokens=turn.resumed_tokens or 0,
+        guidance=turn.guidance,
     )
 
 

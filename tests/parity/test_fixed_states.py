@@ -14,7 +14,6 @@ from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.fixed_state import FixedStates
 from engine_actor.memory.layout import PoolGeometry
-from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.sizing import blocks_in_bytes, blocks_in_memory, state_slots_for
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.options import UNBOUNDED, RequestOptions
@@ -23,7 +22,7 @@ from engine_actor.requests.record import RequestRecord
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
-from tests.support.engine_room import FIFO, Room
+from tests.support.engine_room import FIFO, Room, row_of
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -39,7 +38,7 @@ def step(cache: CacheManager, *rows: tuple[int, int]) -> StepReservation:
     for request, target in rows:
         table = cache.table(request)
         committed = 0 if table is None else table.num_computed_tokens
-        demands.append(RowDemand(request, table is None, committed, target, target))
+        demands.append(row_of(request, table is None, committed, target, target))
     reservation = cache.reserve(demands)
     boundaries = [target for _, target in rows]
     reservation.commit(boundaries)
@@ -111,7 +110,7 @@ def test_a_state_cannot_be_committed_at_a_prefix_so_there_are_no_drafts() -> Non
     with pytest.raises(InvalidOption, match="max_draft_tokens must be 0"):
         engine_of(decoder, num_blocks=8)
     cache = caches(8, 3)
-    reservation = cache.reserve([RowDemand(X, True, 0, 5, 2)])
+    reservation = cache.reserve([row_of(X, True, 0, 5, 2)])
     with pytest.raises(ContractViolation, match="a state at 5 cannot be committed at 3"):
         reservation.validate([3])
     reservation.release()
@@ -184,7 +183,7 @@ def test_a_prompt_takes_its_blocks_and_one_slot_at_its_first_chunk() -> None:
 def test_a_step_without_a_slot_takes_no_block_either() -> None:
     cache = caches(8, 1)
     with pytest.raises(OutOfBlocks):
-        cache.reserve([RowDemand(X, True, 0, 4, 4), RowDemand(Y, True, 0, 4, 4)])
+        cache.reserve([row_of(X, True, 0, 4, 4), row_of(Y, True, 0, 4, 4)])
     cache.check_integrity()
     assert cache.pool.free_count == 8 and cache.available_slots == 1 and cache.resident_count == 0
 
@@ -195,10 +194,10 @@ def test_a_step_without_a_slot_takes_no_block_either() -> None:
 @pytest.mark.parity("F347", "F221", "F187")
 def test_a_step_reads_one_slot_and_writes_another() -> None:
     cache = caches(8, 4)
-    first = cache.reserve([RowDemand(X, True, 0, 3, 3), RowDemand(Y, True, 0, 2, 2)])
+    first = cache.reserve([row_of(X, True, 0, 3, 3), row_of(Y, True, 0, 2, 2)])
     assert first.state_slots == [(0, 1), (0, 2)]
     first.commit([3, 2])
-    second = cache.reserve([RowDemand(Y, False, 2, 3, 3), RowDemand(X, False, 3, 4, 4)])
+    second = cache.reserve([row_of(Y, False, 2, 3, 3), row_of(X, False, 3, 4, 4)])
     assert second.state_slots == [(2, 3), (1, 4)]
     cache.check_integrity()
     second.commit([3, 4])
@@ -210,7 +209,7 @@ def test_a_step_reads_one_slot_and_writes_another() -> None:
 def test_a_rollback_keeps_every_state_and_gives_the_new_slots_back() -> None:
     cache = caches(8, 4)
     step(cache, (X, 3))
-    reservation = cache.reserve([RowDemand(X, False, 3, 4, 4), RowDemand(Y, True, 0, 2, 2)])
+    reservation = cache.reserve([row_of(X, False, 3, 4, 4), row_of(Y, True, 0, 2, 2)])
     reservation.release()
     reservation.release()
     cache.check_integrity()
@@ -222,7 +221,7 @@ def test_a_rollback_keeps_every_state_and_gives_the_new_slots_back() -> None:
 def test_slots_that_move_during_a_step_are_noticed() -> None:
     cache = caches(8, 4)
     assert cache.states is not None
-    reservation = cache.reserve([RowDemand(X, True, 0, 3, 3)])
+    reservation = cache.reserve([row_of(X, True, 0, 3, 3)])
     cache.states.pool.allocate(1)
     with pytest.raises(ContractViolation, match="state pool changed"):
         reservation.commit([3])
@@ -254,12 +253,12 @@ def test_blocks_and_states_are_of_the_same_requests_at_the_same_boundary() -> No
 def test_a_row_that_does_not_start_at_its_state_is_refused() -> None:
     states = FixedStates(BlockPool(4, 1))
     with pytest.raises(ContractViolation, match="starts at 4, its state is at 0"):
-        states.reserve([RowDemand(X, True, 4, 5, 5)])
-    states.reserve([RowDemand(X, True, 0, 5, 5)]).commit()
-    for wrong in (RowDemand(X, False, 4, 6, 6), RowDemand(X, True, 5, 6, 6), RowDemand(Y, False, 0, 6, 6)):
+        states.reserve([row_of(X, True, 4, 5, 5)])
+    states.reserve([row_of(X, True, 0, 5, 5)]).commit()
+    for wrong in (row_of(X, False, 4, 6, 6), row_of(X, True, 5, 6, 6), row_of(Y, False, 0, 6, 6)):
         with pytest.raises(ContractViolation, match="its state is at"):
             states.reserve([wrong])
-    states.reserve([RowDemand(X, False, 5, 6, 6)])
+    states.reserve([row_of(X, False, 5, 6, 6)])
     with pytest.raises(ContractViolation, match="second reservation"):
         states.reserve([])
 
@@ -282,7 +281,7 @@ def test_fk01_a_child_shares_the_state_until_its_first_step_writes_its_own() -> 
     cache = forked()
     assert cache.states is not None
     assert blocks(cache, X) == [1, 2, 3] and cache.states.pool.owner_count(1) == 2
-    reservation = cache.reserve([RowDemand(Y, False, 10, 11, 11)])
+    reservation = cache.reserve([row_of(Y, False, 10, 11, 11)])
     assert reservation.state_slots == [(1, 2)] and reservation.copies == ((3, 4),)
     # Both sources stay pinned while the step runs.
     assert cache.pool.owner_count(3) == 2 and cache.states.pool.owner_count(1) == 2
@@ -330,7 +329,7 @@ def test_fk03_the_parent_ends_before_its_child_runs() -> None:
 @pytest.mark.parity("F343", "F346")
 def test_fk04_a_child_takes_no_block_behind_what_is_computed() -> None:
     cache = caches(6, 3)
-    cache.reserve([RowDemand(X, True, 0, 10, 13)]).commit([10])  # the fourth block is for what comes later
+    cache.reserve([row_of(X, True, 0, 10, 13)]).commit([10])  # the fourth block is for what comes later
     assert blocks(cache, X) == [1, 2, 3, 4]
     cache.fork(X, Y, 10)
     assert blocks(cache, Y) == [1, 2, 3] and counts(cache.pool) == {1: 2, 2: 2, 3: 2, 4: 1}

@@ -12,10 +12,9 @@ import pytest
 
 from engine_actor.errors import ContractViolation, InvalidCall, StaleView
 from engine_actor.memory.cache_manager import CacheManager
-from engine_actor.memory.reservation import RowDemand
 from engine_actor.requests.record import RequestStatus
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, solo
-from tests.support.engine_room import Room
+from tests.support.engine_room import Room, row_of
 
 X, Y = 1, 2
 
@@ -30,7 +29,7 @@ def committed(cache: CacheManager, request: int, positions: range, windowed: boo
 @pytest.mark.parity("F354", "F353")
 def test_fk11_a_row_needs_an_owner_and_a_committed_position() -> None:
     cache = CacheManager(8, 4, 4)
-    cache.reserve([RowDemand(X, True, 0, 10, 12)]).commit([10])
+    cache.reserve([row_of(X, True, 0, 10, 12)]).commit([10])
     assert committed(cache, X, range(-1, 13)) == list(range(10))  # not the position equal to the length, owned as it is
     assert committed(cache, Y, range(12)) == []
     table = cache.table(X)
@@ -40,7 +39,7 @@ def test_fk11_a_row_needs_an_owner_and_a_committed_position() -> None:
     with pytest.raises(ContractViolation, match="has 0 owners, its holders say 1"):
         cache.check_integrity()
     other = CacheManager(8, 4, 4)
-    other.reserve([RowDemand(X, True, 0, 10, 10)]).commit([10])
+    other.reserve([row_of(X, True, 0, 10, 10)]).commit([10])
     other.remove(X)
     assert committed(other, X, range(10)) == []
 
@@ -48,10 +47,10 @@ def test_fk11_a_row_needs_an_owner_and_a_committed_position() -> None:
 @pytest.mark.parity("F354", "F349")
 def test_fk11_a_row_is_not_valid_before_the_copy_that_fills_it_is_made() -> None:
     cache = CacheManager(8, 4, 4)
-    cache.reserve([RowDemand(X, True, 0, 10, 10)]).commit([10])
+    cache.reserve([row_of(X, True, 0, 10, 10)]).commit([10])
     cache.fork(X, Y, 10)
     assert committed(cache, Y, range(12)) == list(range(10))  # read where the parent has them
-    reservation = cache.reserve([RowDemand(Y, False, 10, 11, 11)])
+    reservation = cache.reserve([row_of(Y, False, 10, 11, 11)])
     assert reservation.copies
     assert committed(cache, Y, range(12)) == list(range(8))
     assert committed(cache, X, range(12)) == list(range(10))
@@ -63,10 +62,10 @@ def test_fk11_a_row_is_not_valid_before_the_copy_that_fills_it_is_made() -> None
 def test_fk11_a_row_that_a_later_position_replaced_in_its_ring_is_not_valid() -> None:
     cache = CacheManager(8, 4, 4, window=5, query_cap=4)
     assert cache.windows is not None and cache.windows.ring_size == 2
-    cache.reserve([RowDemand(X, True, 0, 4, 12)]).commit([4])
-    cache.reserve([RowDemand(X, False, 4, 8, 12)]).commit([8])
+    cache.reserve([row_of(X, True, 0, 4, 12)]).commit([4])
+    cache.reserve([row_of(X, False, 4, 8, 12)]).commit([8])
     assert committed(cache, X, range(12), windowed=True) == list(range(8))
-    reservation = cache.reserve([RowDemand(X, False, 8, 11, 12)])
+    reservation = cache.reserve([row_of(X, False, 8, 11, 12)])
     # The step may write at once: p + R * B takes the place of p. Full layers lose nothing.
     assert committed(cache, X, range(12), windowed=True) == [3, 4, 5, 6, 7]
     assert committed(cache, X, range(12)) == list(range(8))
@@ -78,7 +77,7 @@ def test_fk11_a_row_that_a_later_position_replaced_in_its_ring_is_not_valid() ->
 @pytest.mark.parity("F354")
 def test_only_valid_rows_are_offered_to_the_prefix_index() -> None:
     cache = CacheManager(8, 4, 4)
-    cache.reserve([RowDemand(X, True, 0, 8, 8)]).commit([8])
+    cache.reserve([row_of(X, True, 0, 8, 8)]).commit([8])
     table = cache.table(X)
     assert table is not None
     cache.pool.free([table.blocks[1]])
@@ -114,10 +113,10 @@ def test_dp12_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
 def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
     """start, start, finish, finish becomes: start, refused, finish, start. What was started is over when it ends."""
     cache = CacheManager(16, 4, 4)
-    cache.reserve([RowDemand(X, True, 0, 50, 50)]).commit([50])
+    cache.reserve([row_of(X, True, 0, 50, 50)]).commit([50])
 
     def start() -> Any:
-        return cache.reserve([RowDemand(X, False, 50, 56, 56)])
+        return cache.reserve([row_of(X, False, 50, 56, 56)])
 
     def in_flight() -> list[int]:
         live = cache.paged._live

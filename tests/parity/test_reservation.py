@@ -16,7 +16,7 @@ from engine_actor.memory.reservation import Reservation, RowDemand
 from engine_actor.requests.events import EventFlags
 from engine_actor.requests.outcomes import StepOutcome
 from tests.support.doubles import POISON, solo
-from tests.support.engine_room import LOWEST, Room, advance, demand
+from tests.support.engine_room import LOWEST, Room, advance, demand, row_of
 
 X, Y, Z = 1, 2, 3
 
@@ -101,14 +101,14 @@ def test_rs11_a_plan_that_contradicts_the_tables_is_refused_and_takes_nothing() 
     advance(cache, demand(cache, X, 4))
     before = state_of(cache)
     wrong: list[tuple[list[RowDemand], str]] = [
-        ([RowDemand(X, False, 4, 3, 4)], "target 3 < committed 4"),
-        ([RowDemand(X, True, 0, 1, 1)], "marked new but is resident"),
-        ([RowDemand(Y, False, 0, 1, 1)], "marked resident but is not"),
+        ([row_of(X, False, 4, 3, 4)], "target 3 < committed 4"),
+        ([row_of(X, True, 0, 1, 1)], "marked new but is resident"),
+        ([row_of(Y, False, 0, 1, 1)], "marked resident but is not"),
         ([demand(cache, X, 5), demand(cache, X, 5)], "twice in one step"),
-        ([RowDemand(X, False, 3, 5, 5)], "plan says 3, table 4"),
-        ([RowDemand(Y, True, 4, 5, 5)], "plan says 4, table 0"),
-        ([RowDemand(X, False, 4, 5, 5, (0,))], "cannot adopt"),
-        ([demand(cache, X, 5), RowDemand(Y, True, 4, 5, 5, (3,))], "try to pin free block 3"),
+        ([row_of(X, False, 3, 5, 5)], "plan says 3, table 4"),
+        ([row_of(Y, True, 4, 5, 5)], "plan says 4, table 0"),
+        ([row_of(X, False, 4, 5, 5, (0,))], "cannot adopt"),
+        ([demand(cache, X, 5), row_of(Y, True, 4, 5, 5, (3,))], "try to pin free block 3"),
     ]
     for rows, message in wrong:
         with pytest.raises(ContractViolation, match=message):

@@ -12,14 +12,13 @@ from engine_actor.manifest import DecoderManifest, PagedState, WindowedState
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.layout import PoolGeometry
-from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.sizing import blocks_in_share
 from engine_actor.memory.window_ring import WindowRings, ring_blocks
 from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, solo
-from tests.support.engine_room import LOWEST, Room
+from tests.support.engine_room import LOWEST, Room, row_of
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -77,12 +76,12 @@ def test_a_ring_one_block_smaller_would_not_do() -> None:
 def test_wr04_a_step_that_is_larger_than_the_ring_was_made_for_is_refused() -> None:
     windows = rings(64, 128, 64)
     with pytest.raises(ContractViolation, match="256 tokens in a step, its ring is for 64"):
-        windows.reserve([RowDemand(X, True, 0, 256, 256)])
+        windows.reserve([row_of(X, True, 0, 256, 256)])
     assert windows.pool.free_count == windows.pool.usable
     cache = CacheManager(64, 64, 2, window=128, query_cap=64)
-    cache.reserve([RowDemand(X, True, 0, 64, 768)]).commit([64])
+    cache.reserve([row_of(X, True, 0, 64, 768)]).commit([64])
     with pytest.raises(ContractViolation, match="its ring is for 64"):
-        cache.reserve([RowDemand(X, False, 64, 320, 768)])
+        cache.reserve([row_of(X, False, 64, 320, 768)])
     cache.check_integrity()
 
 
@@ -177,7 +176,7 @@ def test_a_draft_step_is_no_longer_than_the_cap() -> None:
 def test_rs08_a_rollback_restores_both_pools() -> None:
     cache = CacheManager(1, 4, 1, first_block_id=0, block_order="lowest", window=5, query_cap=4)
     assert cache.windows is not None and cache.windows.ring_size == 2 and cache.windows.pool.free_count == 2
-    reservation = cache.reserve([RowDemand(X, True, 0, 1, 1)])
+    reservation = cache.reserve([row_of(X, True, 0, 1, 1)])
     assert (cache.pool.free_count, cache.windows.pool.free_count) == (0, 0)
     reservation.release()
     assert cache.windows.pool.free_count == 2 and cache.table(X) is None and not cache.windows.owners()
@@ -189,7 +188,7 @@ def test_rs10_the_next_request_gets_the_same_ring() -> None:
     cache = CacheManager(1, 4, 1, first_block_id=0, block_order="lowest", window=5, query_cap=4)
     assert cache.windows is not None
     for request in (X, Y):
-        cache.reserve([RowDemand(request, True, 0, 1, 1)]).commit([1])
+        cache.reserve([row_of(request, True, 0, 1, 1)]).commit([1])
         assert cache.windows.blocks(request) == [0, 1]
         cache.check_integrity()
         cache.remove(request)
@@ -200,10 +199,10 @@ def test_rs10_the_next_request_gets_the_same_ring() -> None:
 def test_wr07_a_rollback_with_a_resident_and_a_new_row() -> None:
     cache = CacheManager(8, 4, 2, window=5, query_cap=4)
     assert cache.windows is not None
-    cache.reserve([RowDemand(X, True, 0, 4, 4)]).commit([4])
+    cache.reserve([row_of(X, True, 0, 4, 4)]).commit([4])
     ring = list(cache.windows.blocks(X))
     before = sorted(cache.pool.free_ids()), sorted(cache.windows.pool.free_ids())
-    reservation = cache.reserve([RowDemand(X, False, 4, 8, 8), RowDemand(Y, True, 0, 4, 4)])
+    reservation = cache.reserve([row_of(X, False, 4, 8, 8), row_of(Y, True, 0, 4, 4)])
     assert not cache.windows.available and cache.windows.blocks(X) == ring
     reservation.release()
     reservation.release()
@@ -242,7 +241,7 @@ def test_each_new_row_of_a_step_takes_a_ring() -> None:
 def test_without_a_ring_no_block_is_taken() -> None:
     cache = CacheManager(8, 4, 2, window=5, query_cap=4, rings=1)
     with pytest.raises(OutOfBlocks):
-        cache.reserve([RowDemand(X, True, 0, 4, 4), RowDemand(Y, True, 0, 4, 4)])
+        cache.reserve([row_of(X, True, 0, 4, 4), row_of(Y, True, 0, 4, 4)])
     cache.check_integrity()
     assert cache.pool.free_count == 8 and cache.resident_count == 0
 
@@ -251,7 +250,7 @@ def test_without_a_ring_no_block_is_taken() -> None:
 def test_a_window_pool_that_moves_during_a_step_is_noticed() -> None:
     cache = CacheManager(8, 4, 2, window=5, query_cap=4)
     assert cache.windows is not None
-    reservation = cache.reserve([RowDemand(X, True, 0, 4, 4)])
+    reservation = cache.reserve([row_of(X, True, 0, 4, 4)])
     cache.windows.pool.allocate(1)
     with pytest.raises(ContractViolation, match="window pool changed"):
         reservation.commit([4])
@@ -262,7 +261,7 @@ def test_a_window_pool_that_moves_during_a_step_is_noticed() -> None:
 def test_in04_every_resident_owns_exactly_its_ring() -> None:
     def two() -> CacheManager:
         cache = CacheManager(8, 4, 2, first_block_id=0, block_order="lowest", window=5, query_cap=4)
-        cache.reserve([RowDemand(X, True, 0, 4, 4), RowDemand(Y, True, 0, 4, 4)]).commit([4, 4])
+        cache.reserve([row_of(X, True, 0, 4, 4), row_of(Y, True, 0, 4, 4)]).commit([4, 4])
         cache.check_integrity()
         assert cache.windows is not None and cache.windows.pool.free_count == 0
         assert (cache.windows.blocks(X), cache.windows.blocks(Y)) == ([0, 1], [2, 3])

@@ -21,13 +21,22 @@ LOWEST: dict[str, Any] = {"block_order": "lowest", "first_block_id": 0}
 FIFO: dict[str, Any] = {"block_order": "fifo", "first_block_id": 1}
 
 
+def row_of(
+    request_id: int, new: bool, computed: int, target: int, length: int, adopted: tuple[int, ...] = ()
+) -> RowDemand:
+    """A row's demand, in the order in which the tests write it down."""
+    return RowDemand(
+        request_id=request_id, new=new, num_computed_tokens=computed, target=target, length=length, adopted=adopted
+    )
+
+
 def demand(
     cache: PagedCache, request_id: int, target: int, length: int | None = None, adopted: tuple[int, ...] = ()
 ) -> RowDemand:
     """A row for `target` positions, new or resident as the cache knows it."""
     table = cache.table(request_id)
     committed = len(adopted) * cache.block_size if table is None else table.num_computed_tokens
-    return RowDemand(request_id, table is None, committed, target, target if length is None else length, adopted)
+    return row_of(request_id, table is None, committed, target, target if length is None else length, adopted)
 
 
 def advance(cache: PagedCache, *demands: RowDemand) -> Reservation:

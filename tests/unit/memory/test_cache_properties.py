@@ -18,6 +18,7 @@ from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.reservation import RowDemand
 from engine_actor.memory.step_reservation import StepReservation
+from tests.support.engine_room import row_of
 
 POISON = -7
 tokens_lists = st.lists(st.integers(0, 1), min_size=1, max_size=7)
@@ -103,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         adopted = self.cache.match(self.salt(request), tokens).blocks if new else ()
         committed = len(adopted) * self.size if new else self.valid[request]
         target = data.draw(st.integers(committed, max(committed, whole)))
-        return RowDemand(request, new, committed, target, whole, adopted)
+        return row_of(request, new, committed, target, whole, adopted)
 
     @precondition(lambda self: self.tokens and self.live is None)
     @rule(data=st.data())
