@@ -164,9 +164,7 @@ class EngineActor:
         limits = TurnLimits(options.running_limit, options.queue_limit, options.max_turns_per_session)
         owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
-        return owner, StartReport(
-            options.model, options.dtype, loaded.weight_bytes, pools, seconds, loaded.notes
-        )
+        return owner, StartReport(options.model, options.dtype, loaded.weight_bytes, pools, seconds, loaded.notes)
 
     def _note_step(self, report: StepReport) -> None:
         self._step_bound.note(report)
