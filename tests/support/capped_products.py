@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine_actor.actor_options import ActorOptions
-from engine_actor.decoding.decoder import PoolGeometry
 from engine_actor.decoding.load import load_decoder
+from engine_actor.memory.layout import PoolGeometry
 from kernels import native, processor
 from kernels.activation import gated_gelu_tanh, gated_silu
 from kernels.kv_write import kv_write
