@@ -158,7 +158,9 @@ def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch: pytest.Monk
     assert (grammars.compiled, grammars.reused) == (4, 2)
 
 
-@pytest.mark.parity("F289")
+@pytest.mark.parity(
+    "F289", stand_in="each mask is made in its row's turn: no job beside the forward pass, and no copy to a device"
+)
 def test_rows_without_a_grammar_and_parts_of_prompts_are_let_through() -> None:
     long_prompt = encode("abcdefghijklmnopqrstuvwxyz" * 2)
     engine = chatty(max_scheduled_tokens=8, chunk_size=5)
@@ -172,7 +174,9 @@ def test_rows_without_a_grammar_and_parts_of_prompts_are_let_through() -> None:
     assert answer(plain) == alone(None)
 
 
-@pytest.mark.parity("F290")
+@pytest.mark.parity(
+    "F290", stand_in="masks are not made ahead: a mask that fails rolls its own step back, and the next step makes it"
+)
 def test_a_mask_that_could_not_be_made_once_is_made_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Cursor.mask
     failures = iter([RuntimeError("no thread for it")])
@@ -191,7 +195,7 @@ def test_a_mask_that_could_not_be_made_once_is_made_in_the_next_step(monkeypatch
     assert answer(request) == alone(regex("(ab|12|no)+x"))
 
 
-@pytest.mark.parity("F291")
+@pytest.mark.parity("F291", stand_in="the turn ends with its error at once (C37) instead of failing in every step")
 def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """GD-05, but that the turn ends instead of failing for ever: the rest of the batch would wait for it."""
     made = Cursor.mask
@@ -245,7 +249,7 @@ def test_a_second_turn_begins_its_grammar_anew() -> None:
     assert request._record.guide is None
 
 
-@pytest.mark.parity("F296")
+@pytest.mark.parity("F296", lacks="there is no n-gram rule that could refuse drafts")
 def test_drafts_are_refused_beside_a_grammar() -> None:
     engine = chatty(Chatty(drafts=8))
     request = begin(engine, regex("[a-z]+"))

@@ -109,7 +109,8 @@ def test_dp12_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
     assert request.num_computed_tokens == 54
 
 
-@pytest.mark.parity("F362", "F151")
+@pytest.mark.parity("F151")
+@pytest.mark.parity("F362", stand_in="one step is in flight: a second start is refused instead of counted")
 def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
     """start, start, finish, finish becomes: start, refused, finish, start. What was started is over when it ends."""
     cache = CacheManager(16, 4, 4)
@@ -133,7 +134,8 @@ def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
     assert in_flight() == [] and cache.paged.table(X).num_computed_tokens == 56  # type: ignore[union-attr]
 
 
-@pytest.mark.parity("F365", "F362")
+@pytest.mark.parity("F365")
+@pytest.mark.parity("F362", stand_in="one step is in flight: nothing can go while its step runs")
 def test_pr04_nothing_can_be_preempted_closed_or_cancelled_while_its_step_runs() -> None:
     """So no output arrives for a request that is gone."""
     room = Room()
@@ -182,7 +184,9 @@ def test_what_a_step_copies_from_stays_pinned_until_its_logits_were_read_and_not
     assert [room.pool.owner_count(block) for block in owners] == [1, 1]
 
 
-@pytest.mark.parity("F351")
+@pytest.mark.parity(
+    "F351", stand_in="one step is in flight: a step owns its arrays, and nothing is given back a step late"
+)
 def test_a_step_owns_its_arrays_whatever_comes_after_it() -> None:
     """A decoder may still read them when the next step is packed."""
     room = Room(chunk_size=3)
@@ -202,7 +206,8 @@ def test_a_step_owns_its_arrays_whatever_comes_after_it() -> None:
     assert all(request.status is RequestStatus.IDLE for request in requests)
 
 
-@pytest.mark.parity("F356", "F062")
+@pytest.mark.parity("F062")
+@pytest.mark.parity("F356", stand_in="an event buffer lends its events; no pool of output records could run dry")
 def test_a_borrowed_event_is_read_or_copied_before_the_next_run() -> None:
     """There is no pool of output records that could run dry: a buffer lends its events, and says when one is stale."""
     engine = build_engine(SyntheticDecoder())

@@ -1,122 +1,150 @@
-"""`pytest --parity-report`: which tests carry which PARITY behaviour, and which behaviours nobody carries.
+"""`pytest --parity-report`: every behaviour of BEHAVIOURS.md with its sentence, its tests and how they ended.
 
-A test says what it carries with `@pytest.mark.parity("F105", ...)`. The report comes after the run; with
-`--collect-only` it lists the tests without an outcome.
+A test says what it carries with `@pytest.mark.parity("F105", ...)`. Where it tests only what stands in the place of a
+behaviour the mark says `stand_in="why"`, and where a part of a behaviour is not built `lacks="which"`;
+`scenario="EV-06"` names the acceptance scenario that it plays. Each run keeps the outcomes of these tests in pytest's
+cache, so the report runs no test: it collects them and tells how each ended when it ran last.
 
-`ABSENT` holds the behaviours that Moorage leaves out by decision; engine_actor/README.md says why at more length. A
+`ABSENT` holds behaviours that are not here at all and that no test could carry; engine_actor/README.md says more. A
 number there that a test carries after all is an error.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
+from itertools import groupby
 
 import pytest
 
-SECTIONS = {
-    "A": (1, 11),
-    "B": (12, 51),
-    "C": (52, 60),
-    "D": (61, 83),
-    "E": (84, 102),
-    "F": (103, 125),
-    "G": (126, 137),
-    "H": (138, 155),
-    "I": (156, 168),
-    "J": (169, 180),
-    "K": (181, 188),
-    "L": (189, 218),
-    "M": (219, 222),
-    "N": (223, 232),
-    "O": (233, 245),
-    "P": (246, 252),
-    "Q": (253, 276),
-    "R": (277, 282),
-    "S": (283, 294),
-    "T": (295, 307),
-    "U": (308, 317),
-    "V": (318, 325),
-    "W": (326, 366),
-}
-ENGINE_SECTIONS = "ABCDEFGHIJKW"
-LAST_NUMBER = 366
+from tests.support.behaviours import Behaviours, Section, house_behaviours
+from tests.support.parity_state import Carrier, State, state_of
 
-ONE_PATH = "there is one way to run a step; no configuration chooses another"
-SAME_ROWS = "every layer that keeps the whole sequence has one row a position in a block"
-NOTHING_STORED = "no state leaves the device: what gives up its memory is computed again from its tokens"
+ONE_PATH = "every request is batched dynamically; a static path comes with ONNX graphs that have no block tables"
+ONE_LAYOUT = "every layer that keeps the whole sequence has one row a position; others come with models that have them"
+NOTHING_STORED = "nothing leaves the device yet: what gives up its memory is computed again from its tokens"
 ABSENT = {
     "F001": ONE_PATH,
     **dict.fromkeys([f"F{n}" for n in range(317, 326)], ONE_PATH),
-    "F332": SAME_ROWS,
+    "F332": ONE_LAYOUT,
     **dict.fromkeys([f"F{n}" for n in range(357, 362)], NOTHING_STORED),
 }
+
+_CACHE_KEY = "parity/outcomes"
+_MARK_KEYS = {"stand_in", "lacks", "scenario"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity")
-    group.addoption("--parity-report", action="store_true", help="list PARITY behaviours with their tests")
-    group.addoption(
-        "--parity-sections",
-        default=ENGINE_SECTIONS,
-        metavar="LETTERS",
-        help=f"sections of the report (default {ENGINE_SECTIONS})",
-    )
+    group.addoption("--parity-report", action="store_true", help="list behaviours with their tests; runs no test")
+    group.addoption("--parity-sections", metavar="LETTERS", help="sections of the report (default: all)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "parity(*numbers, stand_in, lacks, scenario): behaviours that a test carries, such as F105"
+    )
+    behaviours = house_behaviours()
+    carriers = Carriers(behaviours)
+    config.pluginmanager.register(carriers, "parity-carriers")
     if config.getoption("--parity-report"):
-        config.pluginmanager.register(ParityReport(numbers_of(config.getoption("--parity-sections"))), "parity-report")
+        letters = config.getoption("--parity-sections")
+        try:
+            sections = behaviours.in_sections(letters) if letters else list(behaviours.sections)
+        except ValueError as error:
+            raise pytest.UsageError(f"--parity-sections: {error}") from None
+        config.pluginmanager.register(ParityReport(behaviours, sections, carriers), "parity-report")
 
 
-def numbers_of(sections: str) -> list[str]:
-    """The F numbers of the given section letters, in order."""
-    unknown = sorted(set(sections) - set(SECTIONS))
-    if unknown:
-        raise pytest.UsageError(f"--parity-sections: no section {', '.join(unknown)}")
-    return [f"F{n:03d}" for letter in sections for n in range(SECTIONS[letter][0], SECTIONS[letter][1] + 1)]
+class Carriers:
+    """The tests of this run that carry behaviours, and the outcomes that their last runs left."""
 
-
-class ParityReport:
-    def __init__(self, numbers: list[str]) -> None:
-        self._numbers = numbers
-        self._tests: dict[str, list[str]] = defaultdict(list)
-        self._outcomes: dict[str, str] = {}
+    def __init__(self, behaviours: Behaviours) -> None:
+        self._behaviours = behaviours
+        self._run: dict[str, str] = {}
+        self.by_number: dict[str, dict[str, Carrier]] = defaultdict(dict)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             for mark in item.iter_markers("parity"):
-                for number in mark.args:
-                    if not re.fullmatch(r"F\d{3}", str(number)) or not 1 <= int(number[1:]) <= LAST_NUMBER:
-                        raise pytest.UsageError(f"{item.nodeid}: {number!r} is not a PARITY number")
-                    if item.nodeid not in self._tests[number]:
-                        self._tests[number].append(item.nodeid)
+                self.take(item.nodeid, mark)
 
-        decided = sorted(number for number in ABSENT if self._tests[number])
-        if decided:
-            raise pytest.UsageError(f"absent by decision, and yet carried by tests: {', '.join(decided)}")
+    def take(self, test: str, mark: pytest.Mark) -> None:
+        """Raises UsageError for a number or an argument that a mark can't have."""
+        unknown = sorted(set(mark.kwargs) - _MARK_KEYS)
+        if unknown:
+            raise pytest.UsageError(f"{test}: parity mark with {', '.join(unknown)}; it takes {', '.join(_MARK_KEYS)}")
+        for number in mark.args:
+            if number not in self._behaviours.sentences:
+                raise pytest.UsageError(f"{test}: {number!r} is no number of tests/parity/BEHAVIOURS.md")
+            if number in ABSENT:
+                raise pytest.UsageError(f"{test} carries {number}, which is said to be absent")
+            self.by_number[number][test] = Carrier(test, **mark.kwargs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self._outcomes[report.nodeid] = report.outcome
+            self._run[report.nodeid] = report.outcome
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        write = terminalreporter.write_line
-        terminalreporter.section("parity")
-        absent = [number for number in self._numbers if number in ABSENT]
-        missing = [number for number in self._numbers if not self._tests[number] and number not in ABSENT]
-        for number in self._numbers:
-            tests = self._tests[number]
-            write(f"{number}  {f'absent by decision: {ABSENT[number]}' if number in ABSENT else self._outcome(tests)}")
-            for test in tests:
-                write(f"      {self._outcomes.get(test, 'not run')}: {test}")
-        write(f"{len(absent)} of {len(self._numbers)} behaviours are absent by decision: {' '.join(absent) or '-'}")
-        write(f"{len(missing)} of {len(self._numbers)} behaviours are carried by no test: {' '.join(missing) or '-'}")
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        carrying = {test for tests in self.by_number.values() for test in tests}
+        run = {test: outcome for test, outcome in self._run.items() if test in carrying}
+        if run:
+            outcomes = last_outcomes(session.config) | run
+            if (cache := cache_of(session.config)) is not None:
+                cache.set(_CACHE_KEY, dict(sorted(outcomes.items())))
 
-    def _outcome(self, tests: list[str]) -> str:
-        """The worst outcome of a behaviour's tests."""
-        if not tests:
-            return "MISSING"
-        outcomes = {self._outcomes.get(test, "not run") for test in tests}
-        return next(o for o in ("failed", "not run", "skipped", "passed") if o in outcomes)
+
+def cache_of(config: pytest.Config) -> pytest.Cache | None:
+    """None where it is switched off."""
+    return getattr(config, "cache", None)
+
+
+def last_outcomes(config: pytest.Config) -> dict[str, str]:
+    cache = cache_of(config)
+    return {} if cache is None else dict(cache.get(_CACHE_KEY, {}))
+
+
+class ParityReport:
+    def __init__(self, behaviours: Behaviours, sections: list[Section], carriers: Carriers) -> None:
+        self._behaviours = behaviours
+        self._sections = sections
+        self._carriers = carriers
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> bool:
+        return True  # nothing runs: collecting was enough
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        write, outcomes = terminalreporter.write_line, last_outcomes(config)
+        by_state: dict[State, list[str]] = {state: [] for state in State}
+        terminalreporter.section("behaviours, with how each test ended when it ran last")
+        for section in self._sections:
+            write(f"\n{section.letter}. {section.title}")
+            for number in section.numbers:
+                carriers = list(self._carriers.by_number.get(number, {}).values())
+                absent = ABSENT.get(number, "")
+                state, why = (State.ABSENT, absent) if absent else state_of(carriers, outcomes)
+                by_state[state].append(number)
+                write(f"{number}  {state:8}  {self._behaviours.sentences[number]}")
+                if why:
+                    write(f"        {state}: {why}")
+                for line in lines_of_tests(carriers, outcomes):
+                    write(f"        {line}")
+        total = sum(len(numbers) for numbers in by_state.values())
+        write(f"\n{total} behaviours: " + ", ".join(f"{len(found)} {state}" for state, found in by_state.items()))
+        for state, found in by_state.items():
+            if found and state is not State.PASSED:
+                write(f"{state}: {' '.join(found)}")
+
+
+def lines_of_tests(carriers: list[Carrier], outcomes: dict[str, str]) -> list[str]:
+    """One line for each test function: its worst outcome, how many cases it has, its scenario."""
+    lines = []
+    for name, group in groupby(carriers, key=lambda carrier: carrier.test.partition("[")[0]):
+        cases = list(group)
+        found = {outcomes.get(case.test, "not run") for case in cases}
+        worst = next(outcome for outcome in ("failed", "not run", "skipped", "passed") if outcome in found)
+        count = f" ({len(cases)} cases)" if len(cases) > 1 else ""
+        scenario = f" ({cases[0].scenario})" if cases[0].scenario else ""
+        lines.append(f"{worst}: {name}{count}{scenario}")
+    return lines
