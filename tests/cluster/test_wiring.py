@@ -197,9 +197,9 @@ async def test_sessions_are_listed_and_closed_for_their_owner_only(http: httpx.A
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/sessions", "/no-such-path"])
-async def test_every_path_but_health_wants_a_key(base_url: str, engines: DeploymentHandle, path: str) -> None:
+async def test_every_path_but_health_and_ready_wants_a_key(base_url: str, engines: DeploymentHandle, path: str) -> None:
     async with httpx.AsyncClient(base_url=base_url) as stranger:
-        assert (await stranger.get("/health")).status_code == 200
+        assert [(await stranger.get(free)).status_code for free in ("/health", "/ready")] == [200, 200]
         assert (await stranger.get(path)).status_code == 401
         assert (await stranger.get(path, headers={"Authorization": "Bearer wrong-key"})).status_code == 401
 

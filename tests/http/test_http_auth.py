@@ -28,7 +28,7 @@ def bearer(key: str) -> dict[str, str]:
         ("GET", "/health/"), ("GET", "//health"), ("PUT", CHAT), ("OPTIONS", CHAT),
     ],
 )  # fmt: skip
-def test_every_path_but_those_of_who_watches_wants_a_key(locked: Server, method: str, path: str) -> None:
+def test_every_path_but_health_and_ready_wants_a_key(locked: Server, method: str, path: str) -> None:
     response = locked.client.request(method, path)
     assert response.status_code == 401
     error = error_of(response)
