@@ -12,6 +12,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.text.calls import OPENING
+from serve_app.text.control_tokens import SHIELD
 from serve_app.text.errors import ChatTemplateError, TokenizerError
 
 
@@ -67,5 +68,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which would be wrong in a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    """Jinja's own filter escapes HTML, which would be wrong in a prompt. Shields stay what they are."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return text.replace(f"\\u{ord(SHIELD):04x}", SHIELD) if ensure_ascii else text

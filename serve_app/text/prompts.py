@@ -15,6 +15,7 @@ from typing import cast
 
 from engine_actor.messages import HistorySpan
 from serve_app.text.chat_template import ChatTemplate, Message
+from serve_app.text.control_tokens import unshielded
 from serve_app.text.errors import ChatTemplateError
 from serve_app.text.stream import text_digest
 from serve_app.text.tokenizer import Tokenizer
@@ -47,6 +48,10 @@ class PromptBuilder:
         or its template refuses the messages."""
         if self._template is None:
             raise ChatTemplateError("This model has no chat template, so it can't chat; use /v1/completions.")
+        shielded = self.tokenizer.control_tokens.shielded
+        # Roles are words of our own, which templates compare.
+        messages = [cast(Message, shielded(message) | {"role": message["role"]}) for message in messages]
+        tools = shielded(tools)
         if not self._template.knows_tools:
             messages, tools = spelled_out(messages, tools), ()
         rendered = self._template.render(messages, tools)
@@ -56,7 +61,7 @@ class PromptBuilder:
         borders = [0, *ends]
         spans = (
             HistorySpan(first, last, text_digest(answer))
-            for start, end, answer in _answers_in(rendered, self._frame(messages, tools), messages)
+            for start, end, answer in _answers_in(unshielded(rendered), self._frame(messages, tools), messages)
             if (first := _border(borders, start)) is not None and (last := _border(borders, end)) is not None
         )
         return Prompt(tuple(ids), tuple(spans))
@@ -80,7 +85,7 @@ class PromptBuilder:
             found = text.find(mark, at)
             if found < 0:  # this template leaves the answer out, so what follows can't be told apart
                 return frame
-            frame.append(text[at:found])
+            frame.append(unshielded(text[at:found]))
             at = found + len(mark)
         return frame
 
@@ -91,7 +96,7 @@ def _answers_in(rendered: str, frame: Sequence[str], messages: Sequence[Message]
     Positions are those in `rendered.encode()`.
     """
     at = byte = 0
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers = [unshielded(message["content"]) for message in messages if message["role"] == "assistant"]
     for before, answer in zip(frame, answers, strict=False):
         if not rendered.startswith(before, at):
             return

@@ -13,11 +13,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine_actor.errors import ModelError
 from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.weights.gguf_file import GgufFile
+from serve_app.text.control_tokens import SHIELD, ControlTokens, unshielded
 from serve_app.text.errors import TokenizerError
 from serve_app.text.gguf_vocabulary import build_tokenizer
 from serve_app.text.token_bytes import TokenBytes
@@ -63,16 +65,17 @@ class Tokenizer:
     def vocabulary(self) -> Vocabulary:
         """For grammars. Spells every token, which takes up to half a second."""
 
-        def encode(text: str) -> list[int]:
-            if not self.token_bytes.strips_space:
-                return self._encode_plain(text)
-            ids, spelled = self._encode_plain(_MARK + text), b""
-            while ids and not spelled.endswith(_MARK.encode()):  # before a text a space is put, but not inside one
-                spelled += self.token_bytes[ids.pop(0)]
-            return ids
-
         tokens = [self.token_bytes[i] for i in range(self.vocab_size)]
-        return Vocabulary(tokens, self.token_bytes.special, encode)
+        return Vocabulary(tokens, self.token_bytes.special, self._encode_inside)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Of a text that others precede: no space is put before it. What looks like a control token is text."""
+        if not self.token_bytes.strips_space:
+            return self._encode_plain(text)
+        ids, spelled = self._encode_plain(_MARK + text), b""
+        while ids and not spelled.endswith(_MARK.encode()):
+            spelled += self.token_bytes[ids.pop(0)]
+        return ids
 
     def _encode_plain(self, text: str) -> list[int]:
         """What looks like a control token is text, too."""
@@ -88,14 +91,43 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Those of the vocabulary, by their spellings."""
+        return ControlTokens(added.content for added in self._controls.values())
+
+    @cached_property
+    def _controls(self) -> dict[int, AddedToken]:
+        return {i: token for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what a chat template rendered. Where it holds shields, only control tokens that the template wrote
+        become such tokens."""
+        if SHIELD not in text:
+            return self.encode(text, special_tokens=False)
+        by_text = {token.content: (i, token) for i, token in self._controls.items()}
+        ids: list[int] = []
+        pieces = list(self.control_tokens.pieces(text))
+        for at, (piece, is_control) in enumerate(pieces):
+            if is_control:
+                ids.append(by_text[piece][0])
+                continue
+            # A control token can swallow the white space around it.
+            if at and pieces[at - 1][1] and by_text[pieces[at - 1][0]][1].rstrip:
+                piece = piece.lstrip()
+            if at + 1 < len(pieces) and by_text[pieces[at + 1][0]][1].lstrip:
+                piece = piece.rstrip()
+            ids += self._encode_plain(piece) if not at else self._encode_inside(piece)
+        return ids
+
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Ids without added special tokens, and where each of them ends in `text.encode()`.
+        """Ids of what a chat template rendered, and where each of them ends in the text, without shields, as UTF-8.
 
         The ends are None if the tokens do not spell the text byte for byte, as when a normalizer changed it.
         """
-        ids = self.encode(text, special_tokens=False)
+        ids = self.encode_rendered(text)
         pieces = [self.token_bytes[i] for i in ids]
-        spelled, wanted = b"".join(pieces), text.encode()
+        spelled, wanted = b"".join(pieces), unshielded(text).encode()
         if spelled == wanted:
             return ids, list(accumulate(map(len, pieces)))
         if spelled == b" " + wanted:  # SentencePiece puts a space before a text
