@@ -234,6 +234,8 @@ class Ingress:
         require_key_beyond_loopback(_get_global_client().http_config.host, has_keys=bool(keys))
         path = await asyncio.to_thread(resolve_model, args.model)
         self._prompts = await asyncio.to_thread(lambda: PromptBuilder(load_tokenizer(path)))
+        if self._prompts.why_no_chat is not None:
+            logger.warning("%s", self._prompts.why_no_chat)
         self._settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
         self._client = HandleEngineClient(
             engines,

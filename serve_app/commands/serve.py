@@ -29,6 +29,7 @@ from serve_app.commands.tls import TlsFiles, tls_files
 from serve_app.config import AppArgs, describe_errors
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel, resolve_model
+from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import load_tokenizer
 
 DEFAULT_MODEL = "smollm2"
@@ -263,7 +264,7 @@ def _base_url(options: ServeOptions) -> str:
 
 def _curl(options: ServeOptions, args: AppArgs) -> str:
     """One line to paste. A model without a chat template gets a completion."""
-    chats = options.address is not None or load_tokenizer(resolve_model(args.model)).template is not None
+    chats = options.address is not None or PromptBuilder(load_tokenizer(resolve_model(args.model))).why_no_chat is None
     question = "What is the capital of France?"
     asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": "The capital of France is"}
     body = json.dumps({"model": args.model_name(), **asked, "max_tokens": 64, "temperature": 0})

@@ -17,7 +17,7 @@ from engine_actor.options import Guidance, GuidanceKind
 from engine_actor.sampling.guidance import JSON_STYLE
 from serve_app.openai.strict import Strict, Text, checked_text, refuse
 from serve_app.text.calls import CLOSING, OPENING
-from serve_app.text.chat_template import ToolCall
+from serve_app.text.chat_template import ToolCall, WrittenArguments
 
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -47,11 +47,14 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def checked_arguments(value: object) -> dict[str, Any]:
-    parsed = parsed_arguments(value) if isinstance(value, str) else None
-    if parsed is None:
-        refuse("must be the text of a JSON object, without half of a surrogate pair")
-    return parsed
+def past_arguments(value: object) -> dict[str, Any] | WrittenArguments:
+    """Of a call that comes back in a conversation. It was made, whatever it looks like: by a model that wrote no
+    object, or up to where a limit cut it. So no text is refused but one that can't be in a prompt."""
+    text = checked_text("" if value is None else value, "it")
+    if text.strip() in ("", "null"):
+        return {}
+    parsed = parsed_arguments(text)
+    return WrittenArguments(text) if parsed is None else parsed
 
 
 Name = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -131,7 +134,9 @@ FlatToolChoice = Annotated[str | ChosenTool | None, PlainValidator(_flat_choice)
 
 class _PastFunction(Strict):
     name: Text
-    arguments: Annotated[dict[str, Any], BeforeValidator(checked_arguments), WithJsonSchema({"type": "string"})]
+    arguments: Annotated[
+        dict[str, Any] | WrittenArguments, PlainValidator(past_arguments), WithJsonSchema({"type": ["string", "null"]})
+    ] = Field(default=None, validate_default=True)
 
 
 class PastCall(Strict):

@@ -135,7 +135,7 @@ def make_turn(
         prompt_ids=prompt.ids,
         sampling=sampling,
         max_generated_tokens=wanted,
-        stop_token_ids=frozenset(body.stop_token_ids),
+        stop_token_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else prompt.ends),
         ignore_eos=bool(body.ignore_eos),
         spans=prompt.spans,
         min_generated_tokens=least,

@@ -148,10 +148,10 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def written_call(name: str, arguments: Mapping[str, object]) -> str:
-    """A call as a model writes it."""
-    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"{OPENING}\n{body}\n</tool_call>"
+def written_call(name: str, arguments: Mapping[str, object] | str) -> str:
+    """A call as a model writes it. Arguments that are a text stand as they are."""
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{OPENING}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written}}}\n</tool_call>'
 
 
 def joined_calls(deltas: Sequence[CallDelta]) -> list[CallDelta]:

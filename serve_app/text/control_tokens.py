@@ -33,7 +33,7 @@ class ControlTokens:
     def shielded(self, value: Any) -> Any:
         """The same value, nested as it is, with every string shielded, keys included."""
         if isinstance(value, str):
-            return self._shielded_text(value)
+            return type(value)(self._shielded_text(value))
         if isinstance(value, Mapping):
             return {self.shielded(key): self.shielded(item) for key, item in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, bytes):

@@ -26,18 +26,31 @@ Tools = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """`ends`: tokens that end its answer beside the model's own: those by which the template ends one. A file can name
+    the base model's end where its template has another."""
+
     ids: tuple[int, ...]
     spans: tuple[HistorySpan, ...] = ()
+    ends: frozenset[int] = frozenset()
 
 
 class PromptBuilder:
     """The tokenizer and the chat template of one model. Has no state; any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises TokenizerError if the model's chat template can't be compiled."""
         self.tokenizer = tokenizer
-        source = tokenizer.template
-        self._template = None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+        self._template: ChatTemplate | None = None
+        self._turn_ends: frozenset[int] = frozenset()
+        self.why_no_chat: str | None = None  # what every request with messages is told
+        if tokenizer.template is None:
+            self.why_no_chat = "This model has no chat template, so it can't chat; use /v1/completions."
+            return
+        try:
+            self._template = ChatTemplate(tokenizer.template, tokenizer.special_tokens)
+        except ChatTemplateError as error:
+            self.why_no_chat = f"{error}. It serves /v1/completions only."
+        else:
+            self._turn_ends = tokenizer.control_token_at(self._template.after_answer)
 
     def text(self, text: str) -> Prompt:
         """A plain text, with BOS where the model wants one."""
@@ -47,24 +60,24 @@ class PromptBuilder:
         """`tools`: as OpenAI has them, each with its `function`. Raises ChatTemplateError if the model has no template,
         or its template refuses the messages."""
         if self._template is None:
-            raise ChatTemplateError("This model has no chat template, so it can't chat; use /v1/completions.")
+            raise ChatTemplateError(self.why_no_chat)
         shielded = self.tokenizer.control_tokens.shielded
         # Roles are words of our own, which templates compare.
         messages = [cast(Message, shielded(message) | {"role": message["role"]}) for message in messages]
         tools = shielded(tools)
         if not self._template.knows_tools:
-            messages, tools = spelled_out(messages, tools), ()
+            messages, tools = spelled_out(messages, tools, system=self._template.knows_system), ()
         rendered = self._template.render(messages, tools)
         ids, ends = self.tokenizer.encode_with_ends(rendered)
         if ends is None or all(message["role"] != "assistant" for message in messages):
-            return Prompt(tuple(ids))
+            return Prompt(tuple(ids), ends=self._turn_ends)
         borders = [0, *ends]
         spans = (
             HistorySpan(first, last, text_digest(answer))
             for start, end, answer in _answers_in(unshielded(rendered), self._frame(messages, tools), messages)
             if (first := _border(borders, start)) is not None and (last := _border(borders, end)) is not None
         )
-        return Prompt(tuple(ids), tuple(spans))
+        return Prompt(tuple(ids), tuple(spans), self._turn_ends)
 
     def _frame(self, messages: Sequence[Message], tools: Tools) -> list[str]:
         """The rendered text before each answer: from the start, or from the end of the answer before it.

@@ -100,6 +100,11 @@ class Tokenizer:
     def _controls(self) -> dict[int, AddedToken]:
         return {i: token for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
 
+    def control_token_at(self, text: str) -> frozenset[int]:
+        """The control token with which a text begins, white space aside; empty if it begins with none."""
+        piece, is_control = next(self.control_tokens.pieces(text.lstrip()), ("", False))
+        return frozenset(i for i, token in self._controls.items() if is_control and token.content == piece)
+
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of what a chat template rendered. Where it holds shields, only control tokens that the template wrote
         become such tokens."""

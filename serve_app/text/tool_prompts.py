@@ -7,7 +7,9 @@ models and models without training for it can then use tools, too; a grammar kee
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from serve_app.text.calls import written_call
 from serve_app.text.chat_template import Message
@@ -15,15 +17,18 @@ from serve_app.text.chat_template import Message
 _INTRODUCTION = (
     "You can call functions to help the user. Here they are, one JSON object a line:\n"
     "<tools>\n{tools}\n</tools>\n"
-    "To call one, end your answer with its name and its arguments, in this form and with nothing after it:\n"
-    "<tool_call>\n"
-    '{"name": "the function\'s name", "arguments": {"an argument\'s name": "its value"}}\n'
-    "</tool_call>"
+    "To call one, end your answer with its name and its arguments, and with nothing after it. "
+    "A call of {name} looks like this:\n"
+    "{example}"
 )
+_EXAMPLES: dict[object, object] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "null": None}
 
 
-def spelled_out(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[Message]:
-    """The same conversation, with roles and texts alone."""
+def spelled_out(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, object]], *, system: bool = True
+) -> list[Message]:
+    """The same conversation, with roles and texts alone. Tools are introduced in the system message; without `system`,
+    which a template may not know, in the first one of the user."""
     plain: list[Message] = []
     before = ""
     for message in messages:
@@ -37,12 +42,47 @@ def spelled_out(messages: Sequence[Message], tools: Sequence[Mapping[str, object
         before = message["role"]
     if not tools:
         return plain
-    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    introduction = _INTRODUCTION.replace("{tools}", described)
+    introduction = _introduction(tools)
     if plain and plain[0]["role"] == "system":
         first = f"{plain[0]['content']}\n\n{introduction}"
         return [Message(role="system", content=first), *plain[1:]]
+    if not system and plain and plain[0]["role"] == "user":
+        return [Message(role="user", content=f"{introduction}\n\n{plain[0]['content']}"), *plain[1:]]
     return [Message(role="system", content=introduction), *plain]
+
+
+def _introduction(tools: Sequence[Mapping[str, object]]) -> str:
+    """The example is a call of the first tool, with its own names: a small model copies what it sees."""
+    functions = [cast("Mapping[str, Any]", tool["function"]) for tool in tools]
+    described = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    name, schema = functions[0]["name"], functions[0].get("parameters")
+    fill = {"{tools}": described, "{name}": name, "{example}": written_call(name, example_arguments(schema))}
+    return re.sub("|".join(map(re.escape, fill)), lambda found: fill[found[0]], _INTRODUCTION)
+
+
+def example_arguments(schema: object) -> dict[str, object]:
+    """One value for each argument that the schema needs, or for the first one where it needs none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping) or not isinstance(properties, Mapping) or not properties:
+        return {}
+    needed = schema.get("required")
+    names = [name for name in properties if isinstance(needed, Sequence) and name in needed] or list(properties)[:1]
+    return {name: _example(properties[name]) for name in names}
+
+
+def _example(schema: object) -> object:
+    if not isinstance(schema, Mapping):
+        return "..."
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    for key in ("enum", "examples"):
+        if isinstance(schema.get(key), Sequence) and schema[key]:
+            return schema[key][0]
+    kind = schema.get("type")
+    if isinstance(kind, Sequence) and not isinstance(kind, str):
+        kind = kind[0] if kind else None
+    return example_arguments(schema) if kind == "object" else _EXAMPLES.get(kind, "...")
 
 
 def _with_calls(message: Message) -> str:

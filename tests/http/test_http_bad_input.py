@@ -114,7 +114,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[(message(role="assistant", content=None,
                tool_calls=[{"id": "1", "type": "function", "function": {"name": "f", "arguments": v}}]),
        "messages.0.tool_calls.0.function.arguments")
-      for v in (None, 5, {}, "", "[]", "5", "{", '{"a": NaN}', '{"a": -Infinity}', '{"a": "\\ud800"}')],
+      for v in (5, {}, [], True, "\ud800")],
     (message(role="user", content="x", tool_calls=CALLS), "messages.0"),
     (message(role="tool", content="x"), "messages.0"),
     (message(role="user", content="x", tool_call_id="1"), "messages.0"),

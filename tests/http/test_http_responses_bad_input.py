@@ -31,7 +31,7 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"input": [CALL | {"name": v}, OUTPUT]}, "input.0.name") for v in (None, 5, [], "\ud800")],
     *[({"input": [CALL | {"status": v}, OUTPUT]}, "input.0.status") for v in ("", "done", 5, [])],
     *[({"input": [CALL | {"arguments": v}, OUTPUT]}, "input.0.arguments") for v in
-      (None, 5, {}, "", "[]", "5", "{", '{"a": "\\ud800"}', "[" * 10**5)],
+      (5, {}, [], True, "\ud800")],
     ({"input": [CALL | {"arguments": "\ud800", "status": "incomplete"}]}, "input.0.arguments"),
     ({"input": [CALL | {"status": "incomplete", "arguments": "{"}, OUTPUT]}, "input.1.call_id"),
     ({"input": [{"type": "function_call"}]}, "input.0.call_id"),

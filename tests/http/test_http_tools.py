@@ -245,3 +245,33 @@ async def test_an_agents_turn_computes_only_what_is_new(smollm2_path: Path, prom
         said = await _ask(http, messages, session_id="agent", tool_choice="none")
         assert said["choices"][0]["message"]["content"]
         assert said["usage"]["prompt_tokens_details"]["cached_tokens"] >= known - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        *[(nothing, "{}") for nothing in (None, "", " \n", "null", "{}")],
+        *[(text, text) for text in ("5", '"x"', "[1, 2]", '{"city": "Par', '{"a": NaN}', '{"a": "\\ud800"}')],
+    ],
+)
+def test_a_conversation_goes_on_whatever_the_arguments_of_a_past_call_are(
+    server: Server, arguments: str | None, written: str
+) -> None:
+    """A model wrote them so, or a limit cut them: both APIs give the same prompt."""
+    call = {"name": "weather", "arguments": arguments}
+    past = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+    chat = server.post(CHAT, {"model": MODEL, "messages": [*ASKED, past, result], "tools": TOOLS})
+    items = [*ASKED, {"type": "function_call", "call_id": "1", **call}]
+    output = {"type": "function_call_output", "call_id": "1", "output": "rain"}
+    flat = [{"type": "function"} | tool["function"] for tool in TOOLS]  # type: ignore[dict-item]
+    responses = server.respond([*items, output], tools=flat)
+    assert (chat.status_code, responses.status_code) == (200, 200)
+    prompts = [server.prompts.tokenizer.decode(request.prompt_ids) for request in server.engine.requests[-2:]]
+    assert prompts[0] == prompts[1] and f'"arguments": {written}}}\n</tool_call>' in prompts[0]
+
+
+def test_no_tool_to_call_needs_no_grammar(server: Server) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": -1}}}
+    assert server.chat(tools=[bad], tool_choice="none").status_code == 200
+    assert server.engine.requests[-1].guidance is None

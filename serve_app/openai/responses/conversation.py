@@ -15,9 +15,9 @@ from serve_app.ingress.errors import bad_value
 from serve_app.openai.choices import Piece
 from serve_app.openai.responses.items import FunctionCall, FunctionCallOutput, InputMessage, Item
 from serve_app.openai.responses.store import KeptCall, KeptMessage
-from serve_app.openai.tools import parsed_arguments
+from serve_app.openai.tools import parsed_arguments, past_arguments
 from serve_app.openai.wording import shown
-from serve_app.text.chat_template import Message, ToolCall
+from serve_app.text.chat_template import CalledFunction, Message, ToolCall
 
 
 def messages_of(items: Sequence[Item]) -> tuple[KeptMessage, ...]:
@@ -59,9 +59,8 @@ def as_message(kept: KeptMessage) -> Message:
 
 
 def _tool_call(call: KeptCall) -> ToolCall:
-    arguments = parsed_arguments(call.arguments)
-    assert arguments is not None, "only whole calls are kept"
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    function = CalledFunction(name=call.name, arguments=past_arguments(call.arguments))
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def check_calls(history: Sequence[KeptMessage], items: Sequence[Item]) -> None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.protocol import ROLES, check_role, joined_text
 from serve_app.openai.strict import Strict, Text, refuse, whole_text
-from serve_app.openai.tools import checked_arguments, parsed_arguments
+from serve_app.openai.tools import parsed_arguments
 from serve_app.openai.wording import first_error
 
 _PARTS = {"user": ("input_text",), "assistant": ("output_text", "input_text")}
@@ -38,7 +38,7 @@ _ITEMS: list[object] = [
             "type": {"const": "function_call"},
             "call_id": _STRING,
             "name": _STRING,
-            "arguments": _STRING,
+            "arguments": {"type": ["string", "null"]},
             "status": {"enum": ["in_progress", "completed", "incomplete"]},
         },
         "required": ["type", "call_id", "name", "arguments"],
@@ -63,14 +63,12 @@ class InputMessage(Strict):
     content: Annotated[str, BeforeValidator(_content)]
 
 
-def _arguments(value: object, info: ValidationInfo) -> str:
-    if info.data.get("status") in (None, "completed"):
-        checked_arguments(value)
-    return whole_text(value)
+def _arguments(value: object) -> str:
+    return "" if value is None else whole_text(value)
 
 
 class FunctionCall(Strict):
-    """From an earlier response's output. One that a limit has cut may come back as it is; it is then passed over."""
+    """From an earlier response's output. One that a limit has cut comes back with its status, and is passed over."""
 
     call_id: Annotated[Text, Field(min_length=1)]
     name: Text
@@ -79,7 +77,7 @@ class FunctionCall(Strict):
 
     @cached_property
     def whole(self) -> bool:
-        return parsed_arguments(self.arguments) is not None
+        return self.status in (None, "completed") or parsed_arguments(self.arguments) is not None
 
 
 def _output(value: object) -> str:

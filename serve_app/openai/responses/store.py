@@ -28,7 +28,7 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class KeptCall:
-    """A call of a tool. `arguments`: a JSON object as text, since its size is then known."""
+    """A call of a tool. `arguments`: as the model or the client wrote them, nearly always a JSON object."""
 
     id: str
     name: str

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.text.chat_template import ChatTemplate, Message
-from serve_app.text.errors import ChatTemplateError, TokenizerError
+from serve_app.text.errors import ChatTemplateError
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import text_digest
 from serve_app.text.tokenizer import Tokenizer
@@ -124,11 +124,6 @@ def test_a_model_without_template_can_complete_but_not_chat(sentencepiece: Token
         builder.chat(chat("a"))
 
 
-def test_a_template_that_cannot_be_compiled_stops_the_start(smollm2: Tokenizer) -> None:
-    with pytest.raises(TokenizerError, match="compiled"):
-        with_template(smollm2, "{% if %}")
-
-
 def test_templates_have_what_the_format_promises() -> None:
     source = (
         "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}\n"
@@ -136,3 +131,29 @@ def test_templates_have_what_the_format_promises() -> None:
     )
     rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(chat("<é>", "b"))
     assert rendered == '<s>{"role": "user", "content": "<é>"}4True'
+
+
+def test_what_training_marks_as_generated_stands_in_the_prompt(smollm2: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
+        "{% else %}{{ m.content }}?{% endif %}{% endfor %}"
+    )
+    prompt = with_template(smollm2, source).chat(chat("a", "b", "c"))
+    assert smollm2.decode(prompt.ids) == "a?b!c?"
+
+
+def test_a_template_that_is_none_leaves_completions(smollm2: Tokenizer) -> None:
+    builder = with_template(smollm2, "{% for m in messages %}")
+    assert builder.text("Once").ids
+    with pytest.raises(ChatTemplateError, match=r"can't be compiled.*\. It serves /v1/completions only"):
+        builder.chat(chat("Hi"))
+
+
+def test_the_token_by_which_the_template_ends_an_answer_ends_it(smollm2: Tokenizer) -> None:
+    """Though the file names another one as the end of a text."""
+    base = Tokenizer(smollm2._backend, frozenset({0}), 1, smollm2.template, smollm2.special_tokens)
+    assert PromptBuilder(base).chat(chat("Hi")).ends == {2}
+    assert PromptBuilder(base).chat(chat("Hi", "Hello", "x")).ends == {2}
+    assert PromptBuilder(base).text("Hi").ends == frozenset()
+    plain = with_template(smollm2, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    assert plain.chat(chat("Hi")).ends == frozenset()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.text.calls import written_call
-from serve_app.text.chat_template import ChatTemplate, Message
+from serve_app.text.chat_template import ChatTemplate, Message, WrittenArguments
 from serve_app.text.errors import ChatTemplateError
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
@@ -114,7 +114,70 @@ def test_answers_are_found_in_a_conversation_with_calls(smollm2: Tokenizer) -> N
 
 
 def test_a_model_without_a_template_says_so(smollm2: Tokenizer) -> None:
-    without = PromptBuilder.__new__(PromptBuilder)
-    without.tokenizer, without._template = smollm2, None
+    without = PromptBuilder(Tokenizer(smollm2._backend, frozenset({2}), 1, None, smollm2.special_tokens))
     with pytest.raises(ChatTemplateError, match="no chat template"):
         without.chat([ASKED], TOOLS)
+
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+)
+
+
+def builder_of(tokenizer: Tokenizer, source: str) -> PromptBuilder:
+    return PromptBuilder(Tokenizer(tokenizer._backend, frozenset({2}), 1, source, tokenizer.special_tokens))
+
+
+def test_a_template_without_a_system_role_gets_the_tools_in_the_first_message_of_the_user(smollm2: Tokenizer) -> None:
+    prompts = builder_of(smollm2, NO_SYSTEM)
+    text = smollm2.decode(prompts.chat([ASKED], TOOLS).ids, control_tokens=True)
+    assert text.startswith("<start_of_turn>user\nYou can call functions") and "Rain in Paris?<end_of_turn>" in text
+    assert "system" not in text
+    with pytest.raises(ChatTemplateError, match="no system role"):  # the client's own is still the template's to refuse
+        prompts.chat([Message(role="system", content="Be brief."), ASKED], TOOLS)
+
+
+def test_the_example_of_a_call_is_made_of_the_first_tool() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": ["integer", "null"]},
+            "unit": {"enum": ["C", "F"]},
+            "place": {"type": "object", "properties": {"lat": {"type": "number"}}},
+            "note": {"type": "string"},
+        },
+        "required": ["city", "days", "unit", "place"],
+    }
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": schema}}
+    (system, _) = spelled_out([ASKED], [tool, *TOOLS])
+    wanted = {"city": "...", "days": 1, "unit": "C", "place": {"lat": 1.5}}
+    assert system["content"].endswith(written_call("forecast", wanted)) and "argument's name" not in system["content"]
+    assert written_call("now", {}) in spelled_out([ASKED], TOOLS[1:])[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"properties": None}, {"type": "object", "required": 5}, {"properties": {"a": True}}]
+)
+def test_any_schema_gives_an_example(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "{tools}", "parameters": parameters}}
+    content = spelled_out([ASKED], [tool])[0]["content"]
+    assert 'A call of {tools} looks like this:\n<tool_call>\n{"name": "{tools}"' in content
+
+
+CUT = '{"city": "Par'
+CALLS = "{% for m in messages %}{% for c in m.tool_calls %}"
+TEMPLATES = {
+    "as JSON": CALLS + "[{{ c.function.arguments | tojson }}]{% endfor %}{% endfor %}",
+    "one by one": (
+        CALLS + "{% for k, v in c.function.arguments.items() %}[{{ v }}]{% endfor %}{% endfor %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_arguments_that_are_no_object_stand_in_the_prompt_as_they_are(source: str) -> None:
+    template = ChatTemplate(source, {})
+    assert template.render([ASKED, called(weather=WrittenArguments(CUT))]) == f"[{CUT}]"
+    assert spelled_out([ASKED, called(weather=WrittenArguments(CUT))], ())[1]["content"] == written_call("weather", CUT)
