@@ -10,10 +10,11 @@ from serve_app.ingress.errors import install_error_handlers
 from serve_app.ingress.head import HeadMiddleware
 from serve_app.ingress.health import health_router
 from serve_app.ingress.request_log import RequestLogMiddleware
-from serve_app.ingress.settings import IngressSettings
+from serve_app.ingress.side_process import SideProcess
 from serve_app.ingress.turn_slots import TurnSlots
 from serve_app.openai.chat import chat_router
 from serve_app.openai.completions import completions_router
+from serve_app.openai.desk import Desk
 from serve_app.openai.document import ERRORS
 from serve_app.openai.models import models_router
 from serve_app.openai.responses.routes import responses_router
@@ -21,16 +22,14 @@ from serve_app.openai.responses.store import ResponseStore
 from serve_app.openai.services import Services
 from serve_app.openai.sessions import sessions_router
 from serve_app.openai.tokens import tokens_router
-from serve_app.text.prompts import PromptBuilder
 
 
-def create_app(
-    settings: IngressSettings, client: EngineClient, prompts: PromptBuilder, store: ResponseStore
-) -> FastAPI:
+def create_app(desk: Desk, side: SideProcess, client: EngineClient, store: ResponseStore) -> FastAPI:
     """The OpenAI-compatible API of one model. The app owns none of what it is given."""
+    settings = desk.settings
     # The pages of interactive documentation load scripts from elsewhere, so they are off.
     app = FastAPI(title="Moorage", docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS)
-    services = Services(settings, client, prompts, store, TurnSlots(settings))
+    services = Services(desk, side, client, store, TurnSlots(settings))
     app.include_router(health_router(settings, client))
     app.include_router(models_router(services))
     app.include_router(chat_router(services))

@@ -39,11 +39,11 @@ from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
 from serve_app.local_ports import require_key_beyond_loopback
 from serve_app.model_store import resolve_model
+from serve_app.openai.desk import open_desk, side_desk
 from serve_app.telemetry.logs import join_serve_log
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 from serve_app.telemetry.observers import StepWatch, TurnWatch
 from serve_app.telemetry.reporter import Reporter
-from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -223,7 +223,7 @@ def _answer_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 class Ingress:
-    """The OpenAI-compatible API. Holds the tokenizer and no model."""
+    """The OpenAI-compatible API. Holds the tokenizer and no model, and so does a process beside it for large bodies."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, args: AppArgs, keys: tuple[SecretStr, ...], engines: DeploymentHandle, responses: DeploymentHandle
@@ -233,10 +233,11 @@ class Ingress:
         # too.
         require_key_beyond_loopback(_get_global_client().http_config.host, has_keys=bool(keys))
         path = await asyncio.to_thread(resolve_model, args.model)
-        self._prompts = await asyncio.to_thread(lambda: PromptBuilder(load_tokenizer(path)))
-        if self._prompts.why_no_chat is not None:
-            logger.warning("%s", self._prompts.why_no_chat)
-        self._settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
+        settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
+        self._desk = await asyncio.to_thread(open_desk, settings, path)
+        if self._desk.prompts.why_no_chat is not None:
+            logger.warning("%s", self._desk.prompts.why_no_chat)
+        self._side = side_desk(settings, path)
         self._client = HandleEngineClient(
             engines,
             placement_timeout=args.resolved_placement_timeout(),
@@ -246,10 +247,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this when the constructor is done."""
-        return create_app(self._settings, self._client, self._prompts, self._store)
+        return create_app(self._desk, self._side, self._client, self._store)
 
     def __del__(self) -> None:
         """Serve calls this when the process stops, after its requests have ended."""
-        client = getattr(self, "_client", None)  # absent if the constructor failed
-        if client is not None:
-            client.close()
+        for held in (getattr(self, "_side", None), getattr(self, "_client", None)):  # absent if the constructor failed
+            if held is not None:
+                held.close()

@@ -67,8 +67,8 @@ class HandleResponseStore:
         shown: str | None = await self._call("get", owner, response_id)
         return shown
 
-    async def history(self, owner: str, response_id: str) -> History | None:
-        history: History | None = await self._call("history", owner, response_id)
+    async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
+        history: History | None = await self._call("history", owner, response_id, most_bytes)
         return history
 
     async def delete(self, owner: str, response_id: str) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from engine_actor.messages import RefusalCode, TurnRefused
+from serve_app.ingress.disconnect import ClientGone
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -37,6 +40,13 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes."""
+        made = partial(
+            ApiError, self.status, self.message, type=self.type, param=self.param, code=self.code, headers=self.headers
+        )
+        return made, ()
 
     def envelope(self) -> dict[str, object]:
         error = {
@@ -67,10 +77,12 @@ def not_supported(param: str, remedy: str = "remove it") -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-def context_length_exceeded(prompt_tokens: int, limit: int, param: str | None) -> ApiError:
+def context_length_exceeded(prompt_tokens: int, limit: int, param: str | None, *, at_least: bool = False) -> ApiError:
+    """`at_least`: the prompt was not counted, and has so many tokens or more."""
     message = (
-        f"This model's maximum context length is {limit} tokens, but the prompt alone has {prompt_tokens} tokens, "
-        "and an answer needs at least one. Please shorten the prompt."
+        f"This model's maximum context length is {limit} tokens, but the prompt alone has "
+        f"{'at least ' if at_least else ''}{prompt_tokens} tokens, and an answer needs at least one. "
+        "Please shorten the prompt."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -137,4 +149,5 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, typed)
     app.add_exception_handler(ClientDisconnect, gone)  # while it was still sending
+    app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(HTTPException, routing)

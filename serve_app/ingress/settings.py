@@ -38,8 +38,14 @@ class RequestLimits(BaseModel):
         description="Longest answer where a request sets no limit. Default: what the context leaves.",
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Longest request body.")
+    max_reading_seconds: float = Field(
+        20.0,
+        gt=0,
+        le=3600,
+        description="Longest time in which a large body is parsed, rendered and tokenized; beyond it clients get 413.",
+    )
     max_session_id_length: int = Field(256, ge=1, le=4096, description="Longest name of a session, in characters.")
-    max_messages: int = Field(4096, ge=1, description="Most messages in a conversation.")
+    max_messages: int = Field(4096, ge=1, description="Most messages in a conversation, or items of `input`.")
     max_stop_strings: int = Field(16, ge=1, description="Most stop strings of a request.")
     max_stop_length: int = Field(512, ge=1, description="Longest stop string, in characters.")
     max_stop_token_ids: int = Field(256, ge=1, description="Most stop tokens of a request.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ from serve_app.jobs.lines import output_id, read_lines
 from serve_app.jobs.progress import BatchProgress
 from serve_app.jobs.runner import BatchStuck, run_batch
 from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel
+from serve_app.openai.desk import open_desk, side_desk
 from serve_app.openai.responses.memory_store import MemoryResponseStore
-from serve_app.text.prompts import PromptBuilder
-from serve_app.text.tokenizer import load_tokenizer
 
 # The engines' batches are kept full while some lines are tokenized, and others written.
 _WAITING_SHARE = 0.5
@@ -138,22 +137,23 @@ def _answer(batch: Batch) -> None:
 
 async def _answer_all(batch: Batch, args: AppArgs, model_path: Path) -> None:
     options = batch.options
-    prompts = PromptBuilder(load_tokenizer(model_path))
     settings = args.ingress_settings((), sampling=sampling_defaults(model_path))
     settings = settings.model_copy(update={"answers_request_id": True})
     no_store = MemoryResponseStore(args.store_limits(), lease_seconds=1.0)  # lines reach no route that keeps something
-    async with _engines(args, options.deployment) as (client, at_once):
-        transport = httpx.ASGITransport(create_app(settings, client, prompts, no_store))
-        async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as http:
-            with BatchProgress(batch.before, batch.total) as progress:
-                await run_batch(
-                    read_lines(options.source),
-                    batch.journal,
-                    http,
-                    concurrency=options.concurrency or max(1, round(at_once * (1 + _WAITING_SHARE))),
-                    tries=options.tries,
-                    told=progress.told,
-                )
+    desk = open_desk(settings, model_path)
+    with closing(side_desk(settings, model_path)) as side:
+        async with _engines(args, options.deployment) as (client, at_once):
+            transport = httpx.ASGITransport(create_app(desk, side, client, no_store))
+            async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as http:
+                with BatchProgress(batch.before, batch.total) as progress:
+                    await run_batch(
+                        read_lines(options.source),
+                        batch.journal,
+                        http,
+                        concurrency=options.concurrency or max(1, round(at_once * (1 + _WAITING_SHARE))),
+                        tries=options.tries,
+                        told=progress.told,
+                    )
 
 
 @asynccontextmanager

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from serve_app.ingress.body import json_object
+from serve_app.ingress.errors import bad_value, context_length_exceeded
+from serve_app.openai.desk import Desk
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import CompletionFormat
-from serve_app.openai.limits import check_token_ids
+from serve_app.openai.limits import check_completing, check_generation, check_lengths, check_token_ids
+from serve_app.openai.prepared import Asked, Circumstances, Prepared, identity_of, prepared
 from serve_app.openai.protocol import CompletionRequest, PlainPrompt, prompt_param
-from serve_app.openai.requests import Asked, respond
+from serve_app.openai.requests import checked_model, respond
 from serve_app.openai.services import Services
 from serve_app.openai.strict import parse
 from serve_app.openai.unserved import refuse_unserved_completion
+from serve_app.text.errors import PromptTooLong
 from serve_app.text.prompts import Prompt, PromptBuilder
+from serve_app.text.token_bytes import TokenBytes
 
 # How much of a prompt is its opening: enough to tell conversations apart, and less than what one turn adds.
 _OPENING_CHARACTERS, _OPENING_TOKENS = 256, 64
@@ -21,35 +30,55 @@ _OPENING_CHARACTERS, _OPENING_TOKENS = 256, 64
 
 def completions_router(services: Services) -> APIRouter:
     router = APIRouter()
-    prompts = services.prompts
-
-    def check(content: dict[str, object]) -> CompletionRequest:
-        refuse_unserved_completion(content)
-        return parse(CompletionRequest, content)
-
-    def ids_of(prompt: PlainPrompt, param: str) -> Prompt:
-        if isinstance(prompt, str):
-            return prompts.text(prompt)
-        check_token_ids(prompt, prompts.tokenizer.vocab_size, param)
-        return Prompt(prompt)
-
-    def build(body: CompletionRequest) -> list[Asked]:
-        names = [prompt_param(i, len(body.prompt)) for i in range(len(body.prompt))]
-        return [
-            Asked(ids_of(prompt, name), name, _opening(prompt)) for prompt, name in zip(body.prompt, names, strict=True)
-        ]
-
-    def form(body: CompletionRequest, model: str) -> CompletionFormat:
-        spelling = None if body.logprobs is None else prompts.tokenizer.token_bytes
-        texts = [_echo(prompts, prompt) if body.echo else "" for prompt in body.prompt]
-        echoes = [text for text in texts for _ in range(body.choices)]
-        return CompletionFormat(model, body.include_usage, spelling, echoes)
 
     @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
-        return await respond(request, services, check=check, build=build, form=form)
+        return await respond(request, services, _parse, _prepare)
 
     return router
+
+
+def _parse(desk: Desk, data: bytes) -> CompletionRequest:
+    content = json_object(data, uncounted=frozenset({"prompt"}))
+    refuse_unserved_completion(content)
+    check_lengths(content, desk.settings)
+    body = parse(CompletionRequest, content)
+    checked_model(body.model, desk.settings)
+    check_generation(body, desk.settings, desk.vocab_size)
+    check_completing(body, desk.settings)
+    return body
+
+
+def _prepare(desk: Desk, body: CompletionRequest, circumstances: Circumstances) -> Prepared:
+    model = checked_model(body.model, desk.settings)
+    names = [prompt_param(i, len(body.prompt)) for i in range(len(body.prompt))]
+    turns = []
+    for given, name in zip(body.prompt, names, strict=True):
+        asked = Asked(_prompt(desk, given, name, circumstances.limit), name, _opening(given))
+        identity = identity_of(desk, body, circumstances, [model, *asked.opening])
+        if len(names) > 1 and identity.session_id is not None:
+            raise bad_value("prompt", "only one prompt can go on from a session, so send one, or name no session")
+        turns.append((asked, identity))
+    texts = [_echo(desk.prompts, prompt) if body.echo else "" for prompt in body.prompt]
+    echoes = [text for text in texts for _ in range(body.choices)]
+    writes = partial(_format, model, body.include_usage, body.logprobs is not None, echoes)
+    return prepared(desk, body, circumstances, turns, writes)
+
+
+def _format(
+    model: str, include_usage: bool, logprobs: bool, echoes: Sequence[str], spelling: TokenBytes
+) -> CompletionFormat:
+    return CompletionFormat(model, include_usage, spelling if logprobs else None, echoes)
+
+
+def _prompt(desk: Desk, given: PlainPrompt, param: str, limit: int | None) -> Prompt:
+    if isinstance(given, str):
+        try:
+            return desk.prompts.text(given, limit=limit)
+        except PromptTooLong as error:
+            raise context_length_exceeded(error.at_least, error.limit, param, at_least=True) from error
+    check_token_ids(given, desk.vocab_size, param)
+    return Prompt(given)
 
 
 def _echo(prompts: PromptBuilder, prompt: PlainPrompt) -> str:

@@ -3,7 +3,7 @@ only make sense together. All raise ApiError 400 that names the field."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from serve_app.ingress.errors import ApiError, bad_value, not_supported
 from serve_app.ingress.settings import IngressSettings
@@ -19,21 +19,35 @@ from serve_app.openai.wording import misfit
 from serve_app.text.calls import Calls
 
 
+def check_lengths(content: Mapping[str, object], settings: IngressSettings) -> None:
+    """For every body, before a model is made of it: a million items would each be checked."""
+    bounds = {
+        "messages": (settings.max_messages, "messages"),
+        "input": (settings.max_messages, "items"),
+        "tools": (settings.max_tools, "tools"),
+        "stop": (settings.max_stop_strings, "stop strings"),
+        "stop_token_ids": (settings.max_stop_token_ids, "ids"),
+        "logit_bias": (settings.max_logit_biases, "biases"),
+    }
+    for name in bounds.keys() & content.keys():
+        value, (most, things) = content[name], bounds[name]
+        if isinstance(value, list | dict) and len(value) > most:
+            raise too_many(name, len(value), most, things)
+    prompt = content.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], str | list)
+    if isinstance(prompt, list) and several and len(prompt) > _most_prompts(settings):
+        raise too_many("prompt", len(prompt), _most_prompts(settings), "prompts")
+
+
 def check_generation(body: GenerationRequest, settings: IngressSettings, vocab_size: int) -> None:
     """For every request for an answer. `vocab_size`: ids that have a token are all below it."""
-    if len(body.stop) > settings.max_stop_strings:
-        raise too_many("stop", len(body.stop), settings.max_stop_strings, "stop strings")
     longest = max(map(len, body.stop), default=0)
     if longest > settings.max_stop_length:
         raise bad_value("stop", f"a stop string may have at most {settings.max_stop_length} characters, not {longest}")
-    if len(body.stop_token_ids) > settings.max_stop_token_ids:
-        raise too_many("stop_token_ids", len(body.stop_token_ids), settings.max_stop_token_ids, "ids")
-    if len(body.logit_bias) > settings.max_logit_biases:
-        raise too_many("logit_bias", len(body.logit_bias), settings.max_logit_biases, "biases")
     check_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     check_token_ids((token for token, _ in body.logit_bias), vocab_size, "logit_bias")
     if isinstance(body, CallingRequest):
-        _check_tools(body, settings)
+        _check_tools(body)
 
 
 def check_completing(body: CompletingRequest, settings: IngressSettings) -> None:
@@ -49,18 +63,14 @@ def check_completing(body: CompletingRequest, settings: IngressSettings) -> None
             raise bad_value("top_logprobs", "is only for a request with logprobs: true")
         _check_likeliest(body.top_logprobs, settings, "top_logprobs")
     elif isinstance(body, CompletionRequest):
-        if len(body.prompt) > _most_prompts(settings):
-            raise too_many("prompt", len(body.prompt), _most_prompts(settings), "prompts")
         _check_likeliest(body.logprobs, settings, "logprobs")
         if body.echo and body.logprobs is not None:
             # The prompt's tokens would need logprobs of their own.
             raise not_supported("echo", "remove it, or `logprobs`")
 
 
-def _check_tools(body: CallingRequest, settings: IngressSettings) -> None:
+def _check_tools(body: CallingRequest) -> None:
     names = [function.name for function in body.functions]
-    if len(names) > settings.max_tools:
-        raise too_many("tools", len(names), settings.max_tools, "tools")
     for i, name in enumerate(names):
         if name in names[:i]:
             raise bad_value(f"{body.param_of_function(i)}.name", f"'{name}' is the name of an earlier tool, too")

@@ -161,7 +161,7 @@ class ChatMessage(Strict):
     content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT)] = Field(
         default=None, validate_default=True
     )
-    tool_calls: list[PastCall] | None = None
+    tool_calls: Annotated[list[PastCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     function_call: Annotated[None, BeforeValidator(_no_call)] = None
 
@@ -330,11 +330,11 @@ class CompletingRequest(GenerationRequest):
 
 
 class ChatRequest(CallingRequest, CompletingRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_INT32)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
     @property
     def functions(self) -> Sequence[Function]:

@@ -3,122 +3,105 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.ingress.body import read_json_object
+from serve_app.ingress.body import read_body
+from serve_app.ingress.disconnect import until_disconnect
 from serve_app.ingress.errors import bad_value, model_not_found
-from serve_app.ingress.request_log import RequestRecord, record_of
+from serve_app.ingress.request_log import record_of
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.answer import TurnResponse
-from serve_app.openai.formats import AnswerFormat
-from serve_app.openai.identity import TurnIdentity, engine_owner, identify
-from serve_app.openai.limits import check_completing, check_generation
+from serve_app.openai.desk import Desk
 from serve_app.openai.merge import merged_events
-from serve_app.openai.protocol import CompletingRequest, GenerationRequest
+from serve_app.openai.prepared import Circumstances, Prepared
+from serve_app.openai.protocol import GenerationRequest
 from serve_app.openai.services import Services
 from serve_app.openai.structured import check_guidance
-from serve_app.openai.turns import Turn, answer_events, make_turn, sampling_of
-from serve_app.text.prompts import Prompt
+from serve_app.openai.turns import answer_events
 
-# Larger bodies are rendered and tokenized in a thread, so that they can't hold up everyone's streams.
-_INLINE_BYTES = 16 * 1024
+# Larger bodies are read in the side process, so that they can't hold up everyone's streams. One of this size costs a
+# few milliseconds, and the worst of them, whatever is in it, some thirty.
+INLINE_BYTES = 16 * 1024
 _GRAMMAR_CHECKS = ThreadPoolExecutor(1, "grammar-checks")
 
-B = TypeVar("B", bound=CompletingRequest)
+B = TypeVar("B", bound=GenerationRequest)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One prompt of a request. `param` is the field to blame, `opening` what a conversation starts with."""
-
-    prompt: Prompt
-    param: str
-    opening: Sequence[object]
 
 
 async def respond(
     request: Request,
     services: Services,
-    *,
-    check: Callable[[dict[str, object]], B],
-    build: Callable[[B], list[Asked]],
-    form: Callable[[B, str], AnswerFormat],
+    parse: Callable[[Desk, bytes], B],
+    prepare: Callable[[Desk, B, Circumstances], Prepared],
 ) -> Response:
-    """`check` refuses or parses the body, `build` makes its prompts, `form` writes the answer, given the model's name
-    too. Each prompt is a turn of its own."""
-    settings = services.settings
+    """`parse` refuses the body or gives what it asks for, `prepare` makes turns of that: see `desk`."""
     record = record_of(request.scope)
     services.slots.check(record.owner)
-    content, size = await read_json_object(request, settings.max_body_bytes)
-    body = check(content)
-    model = checked_model(body.model, settings)
-    check_generation(body, settings, services.prompts.tokenizer.vocab_size)
-    check_completing(body, settings)
-    await check_grammar_of(body, settings)
-    asked = await off_loop_if_large(size, lambda: build(body))
-    limit = await services.context_limit()
-
-    def turn_of(one: Asked) -> Turn:
-        identity = identity_of(request, body, record, settings, [model, *one.opening])
-        if len(asked) > 1 and identity.session_id is not None:
-            raise bad_value("prompt", "only one prompt can go on from a session, so send one, or name no session")
-        return make_turn(
-            body,
-            one.prompt,
-            identity,
-            sampling_of(body, settings),
-            request_id=record.request_id,
-            tenant=record.owner,
-            prompt_param=one.param,
-            settings=settings,
-            limit=limit,
-        )
-
-    answers = [answer_events(services, turn) for turn in map(turn_of, asked)]
-    events = answers[0] if len(answers) == 1 else merged_events(answers, body.choices)
-    return TurnResponse(events, form(body, model), stream=bool(body.stream))
+    data = await read_body(request, services.settings.max_body_bytes)
+    ready = await read(request, services, len(data), parse, data, prepare, await circumstances_of(request, services))
+    record.session = ready.session
+    answers = [answer_events(services, turn) for turn in ready.turns]
+    events = answers[0] if len(answers) == 1 else merged_events(answers, ready.choices)
+    return TurnResponse(events, ready.writes(services.spelling), stream=ready.stream)
 
 
-async def check_grammar_of(body: GenerationRequest, settings: IngressSettings) -> None:
-    """Reading a grammar can take longer than a step of everyone's streams, and many of them longer than large prompts
-    should wait for a thread."""
+async def circumstances_of(request: Request, services: Services) -> Circumstances:
+    record = record_of(request.scope)
+    return Circumstances(record.request_id, record.owner, request.headers, await services.context_limit())
+
+
+async def read(
+    request: Request,
+    services: Services,
+    size: int,
+    parse: Callable[[Desk, bytes], B],
+    data: bytes,
+    prepare: Callable[..., T],
+    *given: object,
+) -> T:
+    """`size`: bytes of all that is to be read. Raises ApiError; ClientGone for a client that has left meanwhile."""
+    if size > INLINE_BYTES:
+        return await read_here_or_aside(request, services, size, _read_whole, parse, data, prepare, *given)
+    body = parse(services.desk, data)
+    if body.grammars:
+        # Reading a grammar can take longer than a step of everyone's streams. Meanwhile other threads run.
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(_GRAMMAR_CHECKS, check_grammars, body, services.settings)
+    return prepare(services.desk, body, *given)
+
+
+async def read_here_or_aside(
+    request: Request, services: Services, size: int, job: Callable[..., T], *given: object
+) -> T:
+    """`job` for a desk and `given`: here or, if it reads more than INLINE_BYTES, in the side process. Raises ApiError;
+    ClientGone for a client that has left meanwhile."""
+    if size > INLINE_BYTES:
+        return await until_disconnect(request.receive, services.side.run(job, *given, size=size))
+    return job(services.desk, *given)
+
+
+def _read_whole(
+    desk: Desk, parse: Callable[[Desk, bytes], B], data: bytes, prepare: Callable[..., T], *given: object
+) -> T:
+    body = parse(desk, data)
+    check_grammars(body, desk.settings)
+    return prepare(desk, body, *given)
+
+
+def check_grammars(body: GenerationRequest, settings: IngressSettings) -> None:
     grammars = body.grammars
     if not grammars:
         return
     for name, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if value:
             raise bad_value(name, "the answer's grammar says when it may end, so leave this out")
-    loop, most_bytes = asyncio.get_running_loop(), settings.max_grammar_bytes
     for param, grammar in grammars:
-        await loop.run_in_executor(_GRAMMAR_CHECKS, check_guidance, param, grammar, most_bytes)
-
-
-async def off_loop_if_large(size: int, work: Callable[[], T]) -> T:
-    """`size`: bytes of text that the work goes through."""
-    return await asyncio.to_thread(work) if size > _INLINE_BYTES else work()
-
-
-def identity_of(
-    request: Request,
-    body: GenerationRequest,
-    record: RequestRecord,
-    settings: IngressSettings,
-    opening: Sequence[object],
-    chain: str | None = None,
-) -> TurnIdentity:
-    """See `identify`. The record gets the session's hash."""
-    owner = engine_owner(record.owner, body.cache_salt)
-    identity = identify(request.headers, body.session_id, body.user, opening, owner, settings, chain)
-    if identity.session_id is not None:
-        record.session = identity.routing_key[:12]
-    return identity
+        check_guidance(param, grammar, settings.max_grammar_bytes)
 
 
 def checked_model(named: str | None, settings: IngressSettings) -> str:

@@ -6,13 +6,15 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from engine_actor.messages import ForkOutcome, SessionInfo
-from serve_app.ingress.body import read_json_object
+from serve_app.ingress.body import json_object, read_body
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.document import json_body
 from serve_app.openai.identity import checked_session_id, engine_owner
 from serve_app.openai.services import Services
 from serve_app.openai.strict import Strict, Text, parse
+
+_MOST_FORK_BYTES = 64 * 1024  # the longest name of a session, with every character escaped
 
 
 class ForkRequest(Strict):
@@ -54,7 +56,7 @@ def sessions_router(services: Services) -> APIRouter:
 
     @router.post("/v1/sessions/{session_id:path}/fork", openapi_extra=json_body(ForkRequest))
     async def fork(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
-        content, _ = await read_json_object(request, services.settings.max_body_bytes)
+        content = json_object(await read_body(request, min(services.settings.max_body_bytes, _MOST_FORK_BYTES)))
         source = checked_session_id(session_id, "session_id", services.settings)
         new = checked_session_id(parse(ForkRequest, content).session_id, "session_id", services.settings)
         match await services.client.fork_session(owner(request, cache_salt), source, new):

@@ -117,7 +117,7 @@ class StructuredOutputs(Strict):
 
     json_text: Schema | None = Field(default=None, alias="json")
     regex: Text | None = Field(default=None, min_length=1)
-    choice: list[Annotated[Text, Field(min_length=1)]] | None = Field(default=None, min_length=1)
+    choice: list[Annotated[Text, Field(min_length=1)]] | None = Field(default=None, min_length=1, fail_fast=True)
     grammar: Text | None = Field(default=None, min_length=1)
     json_object: bool | None = None
 

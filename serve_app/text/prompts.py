@@ -16,12 +16,15 @@ from typing import cast
 from engine_actor.messages import HistorySpan
 from serve_app.text.chat_template import ChatTemplate, Message
 from serve_app.text.control_tokens import unshielded
-from serve_app.text.errors import ChatTemplateError
+from serve_app.text.errors import ChatTemplateError, PromptTooLong
 from serve_app.text.stream import text_digest
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.text.tool_prompts import spelled_out
 
 Tools = Sequence[Mapping[str, object]]
+
+# Characters. To tokenize less takes no longer than to find out that it is too much.
+_LONG = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,15 @@ class PromptBuilder:
         else:
             self._turn_ends = tokenizer.control_token_at(self._template.after_answer)
 
-    def text(self, text: str) -> Prompt:
-        """A plain text, with BOS where the model wants one."""
+    def text(self, text: str, *, limit: int | None = None) -> Prompt:
+        """A plain text, with BOS where the model wants one. Raises PromptTooLong where it is certain, before it is
+        tokenized, that it has more than `limit` tokens."""
+        self._check_length(text, limit)
         return Prompt(tuple(self.tokenizer.encode(text, special_tokens=True)))
 
-    def chat(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+    def chat(self, messages: Sequence[Message], tools: Tools = (), *, limit: int | None = None) -> Prompt:
         """`tools`: as OpenAI has them, each with its `function`. Raises ChatTemplateError if the model has no template,
-        or its template refuses the messages."""
+        or its template refuses the messages; PromptTooLong as `text` does."""
         if self._template is None:
             raise ChatTemplateError(self.why_no_chat)
         shielded = self.tokenizer.control_tokens.shielded
@@ -68,6 +73,7 @@ class PromptBuilder:
         if not self._template.knows_tools:
             messages, tools = spelled_out(messages, tools, system=self._template.knows_system), ()
         rendered = self._template.render(messages, tools)
+        self._check_length(unshielded(rendered), limit)
         ids, ends = self.tokenizer.encode_with_ends(rendered)
         if ends is None or all(message["role"] != "assistant" for message in messages):
             return Prompt(tuple(ids), ends=self._turn_ends)
@@ -78,6 +84,12 @@ class PromptBuilder:
             if (first := _border(borders, start)) is not None and (last := _border(borders, end)) is not None
         )
         return Prompt(tuple(ids), tuple(spans), self._turn_ends)
+
+    def _check_length(self, text: str, limit: int | None) -> None:
+        if limit is not None and len(text) >= _LONG:
+            least = self.tokenizer.least_tokens(text)
+            if least > limit:
+                raise PromptTooLong(least, limit)
 
     def _frame(self, messages: Sequence[Message], tools: Tools) -> list[str]:
         """The rendered text before each answer: from the start, or from the end of the answer before it.

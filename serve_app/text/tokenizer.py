@@ -22,8 +22,10 @@ from engine_actor.weights.gguf_file import GgufFile
 from serve_app.text.control_tokens import SHIELD, ControlTokens, unshielded
 from serve_app.text.errors import TokenizerError
 from serve_app.text.gguf_vocabulary import build_tokenizer
+from serve_app.text.least_tokens import LeastTokens
 from serve_app.text.token_bytes import TokenBytes
 
+_LONG = 16 * 1024  # characters
 _MARK = "\x02"  # a character that no token joins with what follows it
 
 
@@ -59,8 +61,17 @@ class Tokenizer:
         """`special_tokens`: add those that the model expects around a plain text, such as BOS. A chat
         template writes its own.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special_tokens).ids
-        return ids
+        if len(text) < _LONG:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special_tokens).ids
+            return ids
+        # Without the places of tokens in the text, which take most of the time and the memory of a long one.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return list(encoding.ids)
+
+    @cached_property
+    def least_tokens(self) -> LeastTokens:
+        """Of a text, by its bytes. Takes up to a second when it is first asked for."""
+        return LeastTokens(self._backend, self.token_bytes)
 
     def vocabulary(self) -> Vocabulary:
         """For grammars. Spells every token, which takes up to half a second."""

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,17 +59,17 @@ def serve_bare(port: int, step: float) -> None:
     from serve_app.api import create_app
     from serve_app.config import AppArgs
     from serve_app.generation_config import sampling_defaults
+    from serve_app.openai.desk import open_desk, side_desk
     from serve_app.openai.responses.memory_store import MemoryResponseStore
-    from serve_app.text.prompts import PromptBuilder
-    from serve_app.text.tokenizer import load_tokenizer
     from tests.support import paced_engine
 
     paced_engine.STEP_SECONDS = step
     args, path = AppArgs(model=MODEL), resolve_model(MODEL)
     settings = args.ingress_settings((), sampling=sampling_defaults(path))
     store = MemoryResponseStore(args.store_limits())
-    app = create_app(settings, paced_engine.PacedClient(), PromptBuilder(load_tokenizer(path)), store)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    with closing(side_desk(settings, path)) as side:
+        app = create_app(open_desk(settings, path), side, paced_engine.PacedClient(), store)
+        uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
 def serve_moorage(port: int, step: float) -> None:
@@ -160,7 +160,7 @@ async def over_http(port: int, streams: int, new: int) -> Measured:
         body = json.dumps({"model": MODEL, **content, "stream_options": {"include_usage": True}}).encode()
         begun = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         head += f"connection: close\r\nx-session-id: s{number}\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         tail = b""

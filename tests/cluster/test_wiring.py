@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -180,6 +181,47 @@ async def test_a_client_that_leaves_ends_its_turn(
     with pytest.raises(asyncio.CancelledError):
         await asking
     print(f"{name}: closed after {await until(is_gone(name), engines):.3f} s")
+
+
+LARGE = 4 * 2**20 - 200
+ONE_MESSAGE = '{"messages": [{"role": "user", "content": "Hi"}], '
+HEAVY = [
+    ("/v1/chat/completions", f'{ONE_MESSAGE}"tools": [{"0," * (LARGE // 2 - 100)}0]}}', 400),
+    ("/v1/chat/completions", f'{{"messages": [{"{}," * (LARGE // 3)}{{}}]}}', 400),
+    ("/v1/responses", f'{{"input": {"[" * LARGE}', 400),
+    ("/v1/completions", f'{{"prompt": [{"80," * (LARGE // 3)}80]}}', 400),
+    ("/v1/completions", f'{{"prompt": "{"a" * LARGE}"}}', 400),
+    ("/tokenize", f'{{"prompt": "{"a" * LARGE}"}}', 200),
+]
+
+
+async def test_streams_go_on_while_another_client_sends_what_takes_seconds_to_read(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    """The stream has a token each 20 ms. The bound is generous: one such body used to stop all for half a minute."""
+    arrived: list[float] = []
+
+    async def listen() -> None:
+        body = {"model": "smollm2", "prompt": "a", "stream": True}
+        asked = http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "slow-heard"})
+        async with asked as response:
+            async for _ in response.aiter_bytes():
+                arrived.append(time.monotonic())
+
+    listening = asyncio.create_task(listen())
+    await until(is_open("slow-heard"), engines)
+    headers = {"content-type": "application/json"}
+    sent = [http.post(path, content=body.encode(), headers=headers) for path, body, _ in HEAVY]
+    answers = await asyncio.gather(*sent)
+    assert [answer.status_code for answer in answers] == [status for *_, status in HEAVY]
+    heard = len(arrived)
+    while len(arrived) == heard:
+        await asyncio.sleep(0.01)
+    listening.cancel()
+    pauses = [later - earlier for earlier, later in pairwise(arrived)]
+    print(f"longest pause {max(pauses):.3f} s")
+    assert max(pauses) < 5
+    await until(is_gone("slow-heard"), engines)
 
 
 async def test_sessions_are_listed_and_closed_for_their_owner_only(http: httpx.AsyncClient) -> None:

@@ -7,17 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import MODEL, Server, StartServer, serving, wait_until
+from http_harness import MODEL, Server, StartServer, app_over, serving, wait_until
 from scripted_engine import ScriptedEngine
 
-from serve_app.api import create_app
-from serve_app.ingress.settings import IngressSettings
-from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import load_tokenizer
-
-DEFAULT_LIMITS = StoreLimits()
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +21,13 @@ def prompts(smollm2_path: Path) -> PromptBuilder:
 
 
 @pytest.fixture(scope="session")
-def _shared(prompts: PromptBuilder) -> Iterator[Server]:
-    engine, store = ScriptedEngine(), MemoryResponseStore(DEFAULT_LIMITS)
-    settings = IngressSettings(model_ids=(MODEL, "alias"), context_limit=512)
-    with serving(create_app(settings, engine, prompts, store)) as url, httpx.Client(base_url=url, timeout=30) as client:
+def _shared(prompts: PromptBuilder, smollm2_path: Path) -> Iterator[Server]:
+    engine = ScriptedEngine()
+    with (
+        app_over(engine, prompts, smollm2_path, model_ids=(MODEL, "alias"), context_limit=512) as app,
+        serving(app) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
         yield Server(url, engine, prompts, client)
 
 
@@ -43,14 +41,13 @@ def server(_shared: Server) -> Server:
 
 
 @pytest.fixture
-def start_server(prompts: PromptBuilder) -> Iterator[StartServer]:
+def start_server(prompts: PromptBuilder, smollm2_path: Path) -> Iterator[StartServer]:
     """Starts a server with settings, and if need be prompts, of its own."""
     with ExitStack() as stack:
 
-        def start(prompts: PromptBuilder = prompts, limits: StoreLimits = DEFAULT_LIMITS, **settings: Any) -> Server:
+        def start(prompts: PromptBuilder = prompts, limits: StoreLimits | None = None, **settings: Any) -> Server:
             engine = ScriptedEngine()
-            store = MemoryResponseStore(limits)
-            app = create_app(IngressSettings(model_ids=(MODEL,), **settings), engine, prompts, store)
+            app = stack.enter_context(app_over(engine, prompts, smollm2_path, limits, **settings))
             url = stack.enter_context(serving(app))
             client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
             server = Server(url, engine, prompts, client)

@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +17,32 @@ import uvicorn
 from fastapi import FastAPI
 from scripted_engine import ScriptedEngine
 
+from serve_app.api import create_app
+from serve_app.ingress.engine_client import EngineClient
+from serve_app.ingress.settings import IngressSettings
+from serve_app.openai.desk import Desk, side_desk
+from serve_app.openai.responses.memory_store import MemoryResponseStore
+from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 
 MODEL = "smollm2"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
+
+
+@contextmanager
+def app_over(
+    engine: EngineClient,
+    prompts: PromptBuilder,
+    model_path: Path | None = None,
+    limits: StoreLimits | None = None,
+    **settings: Any,
+) -> Iterator[FastAPI]:
+    """The app, with a side process for `model_path` that starts when a large body comes. Without a path none may."""
+    chosen = IngressSettings(**{"model_ids": (MODEL,)} | settings)
+    with closing(side_desk(chosen, model_path or Path("no model"))) as side:
+        yield create_app(Desk(chosen, prompts), side, engine, MemoryResponseStore(limits or StoreLimits()))
 
 
 @contextmanager

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from http_harness import MODEL
+from http_harness import app_over
 
 from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
-from serve_app.api import create_app
-from serve_app.ingress.settings import IngressSettings
-from serve_app.openai.responses.memory_store import MemoryResponseStore
-from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer
@@ -35,9 +31,10 @@ async def real_door(smollm2_path: Path, prompts: PromptBuilder) -> AsyncIterator
     actor = EngineActor(options, "replica-1", partial(_text, tokenizer), vocabulary=tokenizer.vocabulary)
     await actor.start()
     try:
-        settings = IngressSettings(model_ids=(MODEL,))
-        app = create_app(settings, LocalEngine(actor), prompts, MemoryResponseStore(StoreLimits()))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door", timeout=120) as http:
-            yield http
+        with app_over(LocalEngine(actor), prompts, smollm2_path) as app:
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=120
+            ) as http:
+                yield http
     finally:
         await actor.stop()

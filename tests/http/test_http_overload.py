@@ -8,12 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of
+from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, app_over, error_of
 
-from serve_app.api import create_app
-from serve_app.ingress.settings import IngressSettings
-from serve_app.openai.responses.memory_store import MemoryResponseStore
-from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from tests.support.local_engine import LocalEngine
 from tests.unit.actor.stepped import Stage, staged
@@ -37,10 +33,9 @@ class Door:
 @pytest.fixture
 async def door(prompts: PromptBuilder) -> AsyncIterator[Door]:
     async with staged(vocab=prompts.tokenizer.vocab_size, max_batch_size=2, max_queued_turns=1) as stage:
-        settings = IngressSettings(model_ids=(MODEL,))
-        app = create_app(settings, LocalEngine(stage.actor), prompts, MemoryResponseStore(StoreLimits()))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as http:
-            yield Door(stage, http)
+        with app_over(LocalEngine(stage.actor), prompts) as app:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+                yield Door(stage, http)
 
 
 async def test_beyond_the_queue_it_is_429_and_afterwards_it_is_as_if_nothing_had_been(door: Door) -> None:

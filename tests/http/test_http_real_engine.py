@@ -14,16 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of
+from http_harness import CHAT, COMPLETIONS, RESPONSES, app_over, error_of
 
 from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from serve_app.api import create_app
-from serve_app.ingress.settings import IngressSettings
-from serve_app.openai.responses.memory_store import MemoryResponseStore
-from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer
@@ -86,10 +82,11 @@ async def opened(weights: TorchDecoder, prompts: PromptBuilder, tokens: int, **o
     await actor.start()
     try:
         client = LocalEngine(actor)
-        app = create_app(IngressSettings(model_ids=(MODEL,)), client, prompts, MemoryResponseStore(StoreLimits()))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door", timeout=60) as http:
-            ids = prompts.tokenizer.encode(PROSE * 20, special_tokens=False)
-            yield Door(http, client, ids)
+        with app_over(client, prompts) as app:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
+                ids = prompts.tokenizer.encode(PROSE * 20, special_tokens=False)
+                yield Door(http, client, ids)
     finally:
         await actor.stop()
 

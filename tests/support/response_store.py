@@ -26,6 +26,10 @@ def stored(previous: StoredResponse | None = None, owner: str = "o", text: str =
     )
 
 
+MOST = 2**20
+"""Bytes of a conversation: more than any here has."""
+
+
 def held(store: ResponseStore, running: StoredResponse, cancelled: str = "{}") -> AsyncGenerator[bool, None]:
     return cast(AsyncGenerator[bool, None], store.hold(running, cancelled))
 
@@ -43,12 +47,22 @@ class ResponseStoreConformance:
         third = stored(second, text="c")
         for response in (first, second, third):
             await store.put(response)
-        history = await store.history("o", third.id)
+        history = await store.history("o", third.id, MOST)
         assert history is not None and history.session_id == first.id
         assert [message.role for message in history.messages] == ["user", "assistant"] * 3
         assert [message.text for message in history.messages] == ["a", "re: a", "b", "re: b", "c", "re: c"]
         said = KeptMessage("user", "a"), KeptMessage("assistant", "re: a")
-        assert await store.history("o", first.id) == History(first.id, said)
+        assert await store.history("o", first.id, MOST) == History(
+            first.id, said, sum(message.bytes for message in said)
+        )
+
+    async def test_of_a_conversation_that_is_too_large_only_the_size_is_told(self, store: ResponseStore) -> None:
+        first = stored(text="x" * 1000)
+        await store.put(first)
+        whole = await store.history("o", first.id, MOST)
+        assert whole is not None and whole.messages
+        assert await store.history("o", first.id, whole.bytes) == whole
+        assert await store.history("o", first.id, whole.bytes - 1) == replace(whole, messages=())
 
     async def test_calls_and_their_outputs_are_history(self, store: ResponseStore) -> None:
         calls = KeptCall("call_1", "weather", '{"city": "Zürich"}'), KeptCall("call_2", "now", "{}")
@@ -57,7 +71,7 @@ class ResponseStoreConformance:
         second = replace(stored(first), messages=outputs)
         for response in (first, second):
             await store.put(response)
-        history = await store.history("o", second.id)
+        history = await store.history("o", second.id, MOST)
         assert history is not None
         assert history.messages == (*first.messages, first.answer, *outputs, second.answer)
 
@@ -67,7 +81,7 @@ class ResponseStoreConformance:
         for response in (root, left, right):
             await store.put(response)
         for branch, text in ((left, "left"), (right, "right")):
-            history = await store.history("o", branch.id)
+            history = await store.history("o", branch.id, MOST)
             assert history is not None
             assert [message.text for message in history.messages] == ["a", "re: a", text, f"re: {text}"]
 
@@ -79,8 +93,8 @@ class ResponseStoreConformance:
             await store.put(response)
         assert await store.delete("o", second.id)
         assert not await store.delete("o", second.id)
-        assert await store.history("o", third.id) is None
-        assert await store.history("o", first.id) is not None
+        assert await store.history("o", third.id, MOST) is None
+        assert await store.history("o", first.id, MOST) is not None
         assert await store.get("o", third.id) is not None
 
     async def test_another_owner_finds_nothing(self, store: ResponseStore) -> None:
@@ -90,7 +104,7 @@ class ResponseStoreConformance:
             await anext(holding)
             for found in (response.id, running.id):
                 assert await store.get("other", found) is None
-                assert await store.history("other", found) is None
+                assert await store.history("other", found, MOST) is None
                 assert not await store.delete("other", found)
                 assert await store.cancel("other", found) is None
         assert await store.get("o", response.id) is not None
@@ -100,7 +114,7 @@ class ResponseStoreConformance:
         async with aclosing(held(store, running)) as holding:
             assert await anext(holding) is False
             assert await store.get("o", running.id) == running.shown
-            assert await store.history("o", running.id) is None
+            assert await store.history("o", running.id, MOST) is None
         for _ in range(500):  # the end of a call reaches another process a little later
             if await store.get("o", running.id) is None:
                 return

@@ -16,7 +16,8 @@ from serve_app.openai.responses.format import ResponseFormat, as_json
 from serve_app.openai.responses.output import IN_PROGRESS
 from serve_app.openai.responses.store import KeptMessage, ResponseStore, StoredResponse
 from serve_app.openai.services import Services
-from serve_app.openai.turns import CANCELLED, AnswerEvent, Cancellation, Finished, Turn, answer_events
+from serve_app.openai.turn_request import Turn
+from serve_app.openai.turns import CANCELLED, AnswerEvent, Cancellation, Finished, answer_events
 
 log = logging.getLogger("moorage.http")
 

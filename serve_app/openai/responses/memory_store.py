@@ -92,7 +92,7 @@ class MemoryResponseStore:
         found = self._find(owner, response_id)
         return None if found is None else found.shown
 
-    async def history(self, owner: str, response_id: str) -> History | None:
+    async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
         last = self._find(owner, response_id)
         if last is None:
             return None
@@ -102,8 +102,9 @@ class MemoryResponseStore:
             if previous not in kept:
                 return None
             chain.append(kept[previous])
-        messages = [message for turn in reversed(chain) for message in (*turn.messages, turn.answer)]
-        return History(last.session_id, tuple(messages))
+        messages = tuple(message for turn in reversed(chain) for message in (*turn.messages, turn.answer))
+        size = sum(message.bytes for message in messages)
+        return History(last.session_id, messages if size <= most_bytes else (), size)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         if self._find(owner, response_id) is None:

@@ -35,7 +35,7 @@ class ResponsesRequest(CallingRequest):
     store: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     text: WantedText | None = None
-    tools: list[FlatTool] | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True)] | None = None
     tool_choice: FlatToolChoice = None
     metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_metadata)] = None
 

@@ -78,10 +78,11 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation up to and including one response."""
+    """A conversation up to and including one response. `bytes`: its size, about; without messages it is too large."""
 
     session_id: str
     messages: tuple[KeptMessage, ...]
+    bytes: int
 
 
 class ResponseStore(Protocol):
@@ -100,8 +101,9 @@ class ResponseStore(Protocol):
         """The response as JSON, kept or still being written."""
         ...
 
-    async def history(self, owner: str, response_id: str) -> History | None:
-        """None if this response, or any before it, is not kept."""
+    async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
+        """None if this response, or any before it, is not kept. Of a conversation with more than `most_bytes` only the
+        size."""
         ...
 
     async def delete(self, owner: str, response_id: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.openai.responses.store import KeptCall, KeptMessage, StoredResponse, StoreLimits
-from tests.support.response_store import ResponseStoreConformance, held, stored
+from tests.support.response_store import MOST, ResponseStoreConformance, held, stored
 
 
 class Clock:
@@ -38,9 +38,9 @@ async def test_the_conversation_that_rested_longest_makes_place() -> None:
     a2, b2, c = stored(a), stored(b), stored()
     for response in (a, b, a2, b2):
         await store.put(response)
-    assert await store.history("o", a2.id) is not None  # b is now the one that rests
+    assert await store.history("o", a2.id, MOST) is not None  # b is now the one that rests
     await store.put(c)
-    assert await store.history("o", a2.id) is not None
+    assert await store.history("o", a2.id, MOST) is not None
     assert await alive(store, a, a2, b, b2, c) == [True, True, False, False, True]
 
 
@@ -73,7 +73,7 @@ async def test_a_conversation_that_rests_too_long_is_forgotten() -> None:
     await store.put(a)
     await store.put(b)
     clock.now = 9
-    await store.history("o", a.id)
+    await store.history("o", a.id, MOST)
     clock.now = 15
     assert await alive(store, a, b) == [True, False]
     clock.now = 26
@@ -118,7 +118,7 @@ async def test_a_turn_whose_conversation_has_gone_meanwhile_is_kept_without_hist
     child = stored(stored())
     await store.put(child)
     assert await alive(store, child) == [True]
-    assert await store.history("o", child.id) is None
+    assert await store.history("o", child.id, MOST) is None
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -138,7 +138,7 @@ async def test_bounds_and_counts_hold_whatever_comes(seed: int) -> None:
         elif action == 3:
             await store.delete("o", rng.choice(known).id)
         else:
-            await store.history("o", rng.choice(known).id)
+            await store.history("o", rng.choice(known).id, MOST)
         kept = [response for response in known if await store.get("o", response.id) is not None]
         assert len(kept) <= limits.max_responses
         assert store.bytes == sum(response.bytes for response in kept) <= limits.max_bytes
