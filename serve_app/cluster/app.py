@@ -78,7 +78,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
             **common,
             name=ENGINES,
             **_number_of_engines(args),
-            ray_actor_options={**resources, "runtime_env": {"env_vars": ONE_EVENT_LOOP}},
+            ray_actor_options=_with_environment(resources, ONE_EVENT_LOOP),
             request_router_config=RequestRouterConfig(
                 request_router_class=ROUTER,
                 # A conversation waits behind a whole batch at its home before it leaves its cache for an idle replica.
@@ -108,6 +108,12 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
         .bind(args, keys, engines, responses)
     )
     return application
+
+
+def _with_environment(actor_options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+    """The same options of a Ray actor, with these variables beside those that it has for its process."""
+    runtime_env = actor_options["runtime_env"]
+    return {**actor_options, "runtime_env": {**runtime_env, "env_vars": {**runtime_env["env_vars"], **variables}}}
 
 
 def _number_of_engines(args: AppArgs) -> dict[str, Any]:

@@ -13,12 +13,15 @@ import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy, MortalEngine
+
+from serve_app.config import AppArgs
 
 STREAMS = 8
 TOKENS = 48
@@ -121,6 +124,15 @@ async def disturb(
 async def process_of(engines: DeploymentHandle, replica: str) -> int:
     processes: dict[str, int] = dict(await engines.broadcast("process").results_async(timeout_s=30))
     return processes[replica]
+
+
+async def test_the_process_of_an_engine_has_the_environment_of_its_math_libraries(engines: DeploymentHandle) -> None:
+    """They read it when they are loaded, so it must be there when the process starts."""
+    wanted = AppArgs(model="smollm2", threads=1).engine_resources(1, 0.0)["runtime_env"]["env_vars"]
+    for _, pid in await engines.broadcast("process").results_async(timeout_s=30):
+        content = Path(f"/proc/{pid}/environ").read_text("utf-8")
+        found = dict(line.split("=", 1) for line in content.split("\0") if "=" in line)
+        assert found.items() >= wanted.items()
 
 
 async def test_streams_leave_a_replica_that_is_stopped_and_it_is_of_use_again_when_it_goes_on(
