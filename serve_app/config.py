@@ -298,9 +298,13 @@ class AppArgs(RequestLimits):
     def engine_resources(self, cores: int, cluster_gpus: float) -> dict[str, Any]:
         """Options of the Ray actor that one engine runs in."""
         threads = str(self.resolved_threads(cores))
-        # Read when the math libraries are loaded, so it must be there before the process starts. Passive: threads
-        # that spin between operations take the cores of the other replicas.
-        math_libraries = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+        # Read when the math libraries are loaded, so it must be there before the process starts. Passive, unless the
+        # operator knows better: threads that spin between operations take the cores of all other processes.
+        math_libraries = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        }
         return {
             "num_cpus": self.resolved_cpus(cores),
             "num_gpus": self.resolved_gpus(cluster_gpus),

@@ -1,9 +1,13 @@
-"""A wait that somebody else can end."""
+"""A wait that somebody else can end, and a stream."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Interrupted(Exception):
@@ -42,3 +46,25 @@ class Interruption:
         if self._task is not None and not self._interrupted:
             self._interrupted = True
             self._task.cancel()
+
+
+class Cancellation:
+    """Ends a stream from elsewhere than its reader."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._wait = Interruption()
+
+    def request(self) -> None:
+        self.requested = True
+        self._wait.interrupt()
+
+    async def next(self, stream: AsyncIterator[T]) -> T | None:
+        """The next item; None at the end, or as soon as the stream is to end."""
+        if self.requested:
+            return None
+        try:
+            with self._wait:
+                return await anext(stream, None)
+        except Interrupted:
+            return None

@@ -30,6 +30,7 @@ from engine_actor.stopwatch import Stopwatch
 from serve_app.api import create_app
 from serve_app.cluster.autoscaling import PRESSURE, pressure
 from serve_app.cluster.channel.call import TurnPlaced
+from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Batch, Outboxes
 from serve_app.cluster.client import HandleEngineClient
 from serve_app.cluster.handover import Handover
@@ -86,6 +87,7 @@ class EngineDeployment:
         engines = serve.get_deployment_handle(context.deployment, context.app_name)
         known = known_replicas(context.app_name, context.deployment)
         self._handover = Handover(self._replica, self._actor, engines, known)
+        self._leases = Leases(lambda: self._handover.taken_out)
         self._background = [
             asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run()),
             asyncio.create_task(self._handover.run()),
@@ -102,10 +104,10 @@ class EngineDeployment:
         self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = ()
     ) -> AsyncGenerator[TurnPlaced | TurnDelta, None]:
         """Where the turn is, then its deltas; or nothing more, where they go to the channel of `reader` as those of its
-        turn `number`. `avoid` is for the router alone."""
-        with self._outboxes.turn(reader, number) as outbox:
+        turn `number`. It is cancelled when its reader has gone. `avoid` is for the router alone."""
+        with self._leases.hold(reader) as lease, self._outboxes.turn(reader, number) as outbox:
             yield TurnPlaced(self._replica, None if outbox is None else outbox.channel)
-            async with aclosing(self._measured_turn(request)) as deltas:
+            async with aclosing(self._measured_turn(request)) as told, aclosing(lease.items(told)) as deltas:
                 if outbox is not None:
                     await outbox.carry(deltas)
                 else:
@@ -116,9 +118,17 @@ class EngineDeployment:
         """The deltas of all turns of a reader that come while it is open. `only`: the replica that was meant; another
         one gives nothing, since turns there have a channel of their own."""
         if only == self._replica:
-            async with aclosing(self._outboxes.read(reader, number)) as batches:
-                async for batch in batches:
-                    yield batch
+            with self._leases.hold(reader) as lease:
+                async with (
+                    aclosing(self._outboxes.read(reader, number)) as sent,
+                    aclosing(lease.items(sent)) as batches,
+                ):
+                    async for batch in batches:
+                        yield batch
+
+    async def renew(self, reader: str, only: str) -> None:
+        """This reader is there. `only` is for the router alone."""
+        self._leases.renew(reader)
 
     async def _measured_turn(self, request: TurnRequest) -> AsyncGenerator[TurnDelta, None]:
         """Every turn comes to the engine this way, by whichever path it came to the replica."""

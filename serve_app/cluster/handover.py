@@ -70,6 +70,11 @@ class Handover:
         self._taken_out = asyncio.Event()
         self._was_in = False
 
+    @property
+    def taken_out(self) -> bool:
+        """Whether the routers send no more calls here, since this replica is stopped."""
+        return self._taken_out.is_set()
+
     async def run(self) -> None:
         """Until it is cancelled."""
         self._known.listen(self._see)

@@ -17,7 +17,7 @@ from engine_actor.messages import (
 )
 from serve_app.ingress.errors import SERVER_ERROR, ApiError, refusal
 from serve_app.ingress.settings import IngressSettings
-from serve_app.interruption import Interrupted, Interruption
+from serve_app.interruption import Cancellation
 from serve_app.openai.choices import ChoiceText, Piece
 from serve_app.openai.services import Services
 from serve_app.openai.turn_request import Turn
@@ -58,33 +58,11 @@ AnswerEvent = TurnAccepted | Piece | ChoiceEnd | Finished
 CANCELLED = "cancelled"
 
 
-class Cancellation:
-    """Ends a turn from elsewhere than its client's connection. The text so far is then its answer."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._wait = Interruption()
-
-    def request(self) -> None:
-        self.requested = True
-        self._wait.interrupt()
-
-    async def next(self, deltas: AsyncGenerator[TurnDelta, None]) -> TurnDelta | None:
-        """The next delta; None at the end, or as soon as the turn is to end."""
-        if self.requested:
-            return None
-        try:
-            with self._wait:
-                return await anext(deltas, None)
-        except Interrupted:
-            return None
-
-
 async def answer_events(
     services: Services, turn: Turn, cancellation: Cancellation | None = None
 ) -> AsyncGenerator[AnswerEvent, None]:
     """TurnAccepted, then pieces and ends of choices, then Finished. The turn is closed before the last choice's end and
-    Finished, however it ends.
+    Finished, however it ends. With `cancellation` the text so far is its answer.
 
     Raises ApiError: before TurnAccepted if no replica took the turn, after it if the engine could not go on.
     """

@@ -13,9 +13,7 @@ import random
 import statistics
 import time
 
-from tests.support.engines import engine_of
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, here or by what follows
 
 import torch
 
@@ -25,6 +23,7 @@ from engine_actor.memory.block_table import blocks_for
 from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.events import EventFlags
 from serve_app.model_store import resolve_model
+from tests.support.engines import engine_of
 
 MAX_EVENTS = 4096
 

@@ -32,6 +32,7 @@ from engine_actor.messages import (
     TurnTokens,
     session_key,
 )
+from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Outboxes
 from serve_app.cluster.deployments import EngineDeployment
 from serve_app.jobs.pool import BatchEngine
@@ -103,6 +104,7 @@ class ScriptedEngine(EngineDeployment):
         self._metrics = EngineMetrics(partial(open_in_ray, model_name=model_name))
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._outboxes = Outboxes()
+        self._leases = Leases()
         self._scripted = ScriptedActor(self._replica)
         self._actor = self._scripted  # type: ignore[assignment]
 

@@ -1,6 +1,6 @@
 """Answers of the demo model whose replica is stopped, broken or killed: they are what they would have been.
 
-In this order, since each test costs a replica of three but the first, which gives its replica back.
+In this order, since each test costs a replica of three but the first three, of which the last gives its replica back.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import json
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from ray.serve.handle import DeploymentHandle
 from scripted import Deploy, MortalEngine
 
+from serve_app.cluster.app import FRONT_DOOR
+from serve_app.cluster.channel.leases import LEASE_SECONDS
+from serve_app.commands.local_ray import APPLICATION
 from serve_app.config import AppArgs
 
 STREAMS = 8
@@ -133,6 +138,41 @@ async def test_the_process_of_an_engine_has_the_environment_of_its_math_librarie
         content = Path(f"/proc/{pid}/environ").read_text("utf-8")
         found = dict(line.split("=", 1) for line in content.split("\0") if "=" in line)
         assert found.items() >= wanted.items()
+
+
+async def test_turns_whose_front_door_is_killed_end_and_their_sessions_are_answered_by_the_next(
+    http: httpx.AsyncClient, engines: DeploymentHandle, expected: dict[int, str]
+) -> None:
+    """One that dies says nothing to the engines, which no client can reach past it."""
+    expected.update({i: stream.text for i, stream in enumerate(await run(http))})
+    streams = [Stream(i, f"unheard-{i}") for i in range(3)]
+    for stream in streams:
+        stream.body["max_tokens"] = 4000
+    reading = asyncio.gather(*(stream.read(http) for stream in streams), return_exceptions=True)
+    while not all(stream.chunks for stream in streams):
+        assert not reading.done()
+        await asyncio.sleep(0.01)
+    [front_door] = [p for p in psutil.Process().children(recursive=True) if is_front_door(p)]
+    front_door.kill()
+    begun = time.monotonic()
+    while sum([state["running"] for state in await engines.broadcast("stats").results_async(timeout_s=30)]):
+        assert time.monotonic() < begun + 3 * LEASE_SECONDS, "turns are left"
+        await asyncio.sleep(0.1)
+    print(f"ended after {time.monotonic() - begun:.1f} s")
+    for broken in await reading:
+        assert isinstance(broken, httpx.TransportError | AssertionError)
+    while (await http.get("/ready")).status_code != 200:
+        await asyncio.sleep(0.1)
+    print(f"another front door after {time.monotonic() - begun:.1f} s")
+    again = [Stream(i, f"unheard-{i}") for i in range(3)]
+    await asyncio.gather(*(stream.read(http) for stream in again))
+    assert [stream.text for stream in again] == [expected[i] for i in range(3)]
+
+
+def is_front_door(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return f"{APPLICATION}:{FRONT_DOOR}" in " ".join(process.cmdline())
+    return False
 
 
 async def test_streams_leave_a_replica_that_is_stopped_and_it_is_of_use_again_when_it_goes_on(

@@ -20,6 +20,7 @@ from engine_actor.messages import (
     TurnRequest,
     TurnTokens,
 )
+from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Outboxes
 from serve_app.cluster.deployments import EngineDeployment
 
@@ -78,6 +79,7 @@ class PacedEngine(EngineDeployment):
     async def __init__(self, options: ActorOptions, model_name: str) -> None:  # type: ignore[misc]
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._outboxes = Outboxes()
+        self._leases = Leases()
         self._paced = PacedActor(self._replica)
         self._actor = self._paced  # type: ignore[assignment]
 

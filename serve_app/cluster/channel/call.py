@@ -14,6 +14,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serve_app.cluster.channel.inbox import Inboxes
+from serve_app.cluster.channel.leases import Renewals
 from serve_app.cluster.channel.outbox import Batch
 from serve_app.cluster.routing.known_replicas import KnownReplicas
 from serve_app.cluster.routing.sticky_router import ONLY
@@ -33,7 +34,9 @@ class ChannelCaller:
 
     def __init__(self, handle: DeploymentHandle, known: KnownReplicas) -> None:
         self._channels = handle.options(stream=True, method_name="channel")
-        self.inboxes = Inboxes(self._open)
+        self._renewed = handle.options(method_name="renew")
+        self._renewals = Renewals(self._renew)
+        self.inboxes = Inboxes(self._open, self._renewals)
         self._known = known
         self._listening = False
 
@@ -43,16 +46,20 @@ class ChannelCaller:
             self._listening = True
         return self._channels.remote(reader, channel, **{ONLY: replica})
 
+    async def _renew(self, replica: str) -> None:
+        await self._renewed.remote(self.inboxes.reader, **{ONLY: replica})
+
     def call(self, turns: DeploymentHandle, *args: Any, **kwargs: Any) -> ChannelCall:
         """`turns`: the handle of `stream_turn`."""
-        return ChannelCall(self.inboxes, turns, args, kwargs)
+        return ChannelCall(self.inboxes, self._renewals, turns, args, kwargs)
 
 
 class ChannelCall:
     """An async iterator: the id of the replica, then the deltas of the turn. `close` it, wherever it ends."""
 
-    def __init__(self, inboxes: Inboxes, turns: DeploymentHandle, args: Any, kwargs: Any) -> None:
+    def __init__(self, inboxes: Inboxes, renewals: Renewals, turns: DeploymentHandle, args: Any, kwargs: Any) -> None:
         self._inboxes = inboxes
+        self._renewals = renewals
         self._inbox = inboxes.open()
         self._stream = turns.remote(*args, **kwargs, reader=inboxes.reader, number=self._inbox.number)
         self._placed: TurnPlaced | None = None
@@ -69,6 +76,7 @@ class ChannelCall:
                 self._ended = True
                 raise StopAsyncIteration
             self._placed = placed
+            self._renewals.begin(placed.replica)
             if placed.channel is not None:
                 self._inboxes.expect_from(placed.replica, placed.channel, self._inbox)
                 self._break = asyncio.create_task(self._pass_on_break())
@@ -95,6 +103,8 @@ class ChannelCall:
     def close(self) -> None:
         """The deltas are of no more interest; a turn that has not ended is cancelled."""
         self._inboxes.close(self._inbox)
+        if self._placed is not None:
+            self._renewals.end(self._placed.replica)
         ended = self._ended or self._inbox.complete
         if self._break is not None and ended:
             # Held until then, since the event loop forgets tasks that nobody holds.

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from engine_actor.actor.mailbox import Mailbox
 from engine_actor.messages import TurnDelta
+from serve_app.cluster.channel.leases import Renewals
 from serve_app.cluster.channel.outbox import Batch, unpack
 
 logger = logging.getLogger("moorage")
@@ -82,9 +83,10 @@ class Inbox:
 class Inboxes:
     """Of one process and deployment. Everything runs on one event loop."""
 
-    def __init__(self, open_channel: OpenChannel) -> None:
+    def __init__(self, open_channel: OpenChannel, renewals: Renewals) -> None:
         self.reader = uuid.uuid4().hex
         self._open_channel = open_channel
+        self._renewals = renewals
         self._numbers = itertools.count()
         self._inboxes: dict[int, Inbox] = {}
         self._channels: dict[str, _Reading] = {}  # by replica
@@ -140,6 +142,7 @@ class Inboxes:
 
     async def _read(self, replica: str, channel: int) -> None:
         batches = self._open_channel(replica, self.reader, channel)
+        self._renewals.begin(replica)
         try:
             async for batch in batches:
                 for number, packed in batch:
@@ -148,6 +151,8 @@ class Inboxes:
         except BaseException:
             batches.cancel()  # the replica may be there still, and fill it
             raise
+        finally:
+            self._renewals.end(replica)
 
     def _ended(self, replica: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
+from serve_app.interruption import Cancellation
 from serve_app.openai.choices import Piece, joined
 from serve_app.openai.responses.conversation import answer_of
 from serve_app.openai.responses.format import ResponseFormat, as_json
@@ -17,7 +18,7 @@ from serve_app.openai.responses.output import IN_PROGRESS
 from serve_app.openai.responses.store import KeptMessage, ResponseStore, StoredResponse
 from serve_app.openai.services import Services
 from serve_app.openai.turn_request import Turn
-from serve_app.openai.turns import CANCELLED, AnswerEvent, Cancellation, Finished, answer_events
+from serve_app.openai.turns import CANCELLED, AnswerEvent, Finished, answer_events
 
 log = logging.getLogger("moorage.http")
 

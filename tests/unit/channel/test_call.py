@@ -11,6 +11,7 @@ import pytest
 from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnTokens
 from serve_app.cluster.channel.call import ChannelCall, ChannelCaller, TurnPlaced
 from serve_app.cluster.channel.inbox import ChannelLost, Inboxes
+from serve_app.cluster.channel.leases import Renewals
 from serve_app.cluster.routing.known_replicas import KnownReplicas
 
 SAID: list[TurnDelta] = [TurnAccepted("r", 3, 0), TurnTokens((1, 2)), TurnEnded(EndReason.STOP, 3, 0, 2)]
@@ -45,14 +46,15 @@ class Stream:
 
 
 class Handle:
-    """Of one deployment: its calls in order, and those that opened channels."""
+    """Of one deployment: its calls in order, those that opened channels, and those that renewed leases."""
 
     def __init__(self) -> None:
+        self.renewals: list[Stream] = []
         self.turns: list[Stream] = []
         self.channels: list[Stream] = []
         self._method = "stream_turn"
 
-    def options(self, *, stream: bool, method_name: str) -> Handle:
+    def options(self, *, method_name: str, stream: bool = False) -> Handle:
         other = object.__new__(Handle)
         other.__dict__ = {**self.__dict__, "_method": method_name}
         return other
@@ -60,7 +62,7 @@ class Handle:
     def remote(self, *args: Any, **kwargs: Any) -> Stream:
         stream = Stream()
         stream.args, stream.kwargs = args, kwargs
-        (self.channels if self._method == "channel" else self.turns).append(stream)
+        {"channel": self.channels, "renew": self.renewals}.get(self._method, self.turns).append(stream)
         return stream
 
 
@@ -188,7 +190,10 @@ async def test_a_channel_outlives_the_request_that_opened_it() -> None:
         seen.append(request.get())
         return Stream()
 
-    inboxes = Inboxes(opened)
+    async def renew(replica: str) -> None:
+        """There are no leases here."""
+
+    inboxes = Inboxes(opened, Renewals(renew))
     inboxes.ensure_channel("r")
     await asyncio.sleep(0.01)
     assert seen == ["none"]

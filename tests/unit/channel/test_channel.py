@@ -14,6 +14,7 @@ from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded,
 from engine_actor.sampling.logprobs import TokenLogprob
 from serve_app.cluster.channel import outbox as outbox_module
 from serve_app.cluster.channel.inbox import ChannelLost, Inbox, Inboxes
+from serve_app.cluster.channel.leases import Renewals
 from serve_app.cluster.channel.outbox import Batch, Outboxes, pack, unpack
 
 
@@ -38,7 +39,12 @@ class Room:
         self.items = 0
         self.opened = 0
         self.broken: set[str] = set()
-        self.reader = Inboxes(lambda replica, reader, channel: Channel(self.batches(replica, reader, channel)))
+        self.reader = Inboxes(
+            lambda replica, reader, channel: Channel(self.batches(replica, reader, channel)), Renewals(self.renew)
+        )
+
+    async def renew(self, replica: str) -> None:
+        """There are no leases here."""
 
     async def batches(self, replica: str, reader: str, channel: int) -> AsyncGenerator[Batch, None]:
         self.opened += 1
