@@ -9,6 +9,7 @@ to keep it, by the time that it took to compile; for the masks of a turn, by a b
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from engine_actor.errors import UnusableGrammar
 from engine_actor.options import Guidance, GuidanceKind
 from engine_actor.sampling.guidance_cursor import Cursor, panics_as, said_shortly
+from engine_actor.sampling.schema_numbers import unkept_in_lark, unkept_number
 from engine_actor.sampling.vocabulary import Vocabulary, Words
 
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)  # a state is about 1 kB
@@ -169,6 +171,17 @@ class Grammars:
 def _grammar_of(guidance: Guidance) -> str:
     if guidance.kind is GuidanceKind.REGEX:
         return LLMatcher.grammar_from_regex(guidance.data)
+    if guidance.kind is GuidanceKind.LARK:
+        unkept = unkept_in_lark(guidance.data)
+    else:
+        try:
+            unkept = unkept_number(json.loads(guidance.data))
+        except RecursionError:
+            unkept = "it is nested too deeply"
+        except ValueError as error:
+            unkept = f"it is no JSON: {error}"
+    if unkept is not None:
+        raise UnusableGrammar(guidance.kind, unkept)
     if guidance.kind is GuidanceKind.LARK:
         return LLMatcher.grammar_from_lark(guidance.data)
     try:

@@ -82,7 +82,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
        "response_format.json_schema.schema") for v in
       (5, [], True, "", "{", "5", "\ud800", {"type": "objec"}, {"not": {}}, {"$ref": "#/x"}, "[",
        {"type": "string", "pattern": "("}, {"type": "string", "format": "nothing"}, {"enum": []},
-       {"const": "x" * 2**18})],
+       {"const": "x" * 2**18}, {"const": -2**63}, {"type": "integer", "minimum": -1e30}, {"enum": [2**53 + 1]})],
     *[({"structured_outputs": v}, "structured_outputs") for v in
       ("json", 5, [], {}, {"regex": "a", "choice": ["a"]}, {"json_object": False}, {"regex": None})],
     *[({"structured_outputs": {"regex": v}}, "structured_outputs.regex") for v in
@@ -90,7 +90,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"structured_outputs": {"choice": v}}, "structured_outputs.choice") for v in ([], "a", 5, {})],
     *[({"structured_outputs": {"choice": ["a", v]}}, "structured_outputs.choice.1") for v in ("", 5, None, "\ud800")],
     *[({"structured_outputs": {"grammar": v}}, "structured_outputs.grammar") for v in
-      ("", "x", "start: b", 5, "start: \"a", "%")],
+      ("", "x", "start: b", 5, "start: \"a", "%",
+       'start: %json {"const": -9223372036854775808}')],
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
