@@ -170,6 +170,19 @@ def doctor(
     raise typer.Exit(run(host, port))
 
 
+@app.command()
+def config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As tables in Markdown: the guide's own.")] = False,
+) -> None:
+    """Show every field that a config file may have, with its default and its meaning.
+
+    They are the `args:` of a Serve config file and the keys of `moorage serve --config FILE`.
+    """
+    from serve_app.commands.config import run
+
+    raise typer.Exit(run(as_markdown=markdown))
+
+
 @app.command("drain-node")
 def drain_node(
     address: Annotated[str, typer.Option(help="The Ray cluster: `auto`, or host:port.")] = "auto",

@@ -36,7 +36,7 @@ FLOORS = [
     ["serve_app.text", "serve_app.telemetry", "serve_app.ingress"],
     ["serve_app.openai", "serve_app.generation_config"],
     ["serve_app.config", "serve_app.api"],
-    ["serve_app.cluster"],
+    ["serve_app.cluster", "serve_app.config_table"],
     ["serve_app.commands"],
     ["serve_app.jobs"],
     ["serve_app.cli"],
