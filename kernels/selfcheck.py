@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import native
 from kernels.linear import PackedLinear, linear_reference
-from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.paged_attention import PAGED_ATTENTION, paged_attention, paged_attention_reference
 from kernels.quantized_linear import QuantizedLinear, QuantizedMatrix
 
 # Of results of size about 1, by way of bfloat16 activations and results at the coarsest.
@@ -82,6 +82,8 @@ def _attention(random: torch.Generator, device: torch.device) -> tuple[str, Tens
         tensors = (tensor.to(where) for tensor in (q, *cache, table, cumulative, past))
         return attention(*tensors, size**-0.5)
 
-    is_native = device.type == "cpu" and native.shared_object() is not None
-    path = "native" if is_native else "torch"
-    return path, run(paged_attention, device), run(paged_attention_reference, torch.device("cpu"))
+    return (
+        PAGED_ATTENTION.kind(device.type),
+        run(paged_attention, device),
+        run(paged_attention_reference, torch.device("cpu")),
+    )

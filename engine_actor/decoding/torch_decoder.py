@@ -23,6 +23,7 @@ from engine_actor.weights.config import ModelConfig
 from engine_actor.weights.opening import open_checkpoint
 from kernels import native
 from kernels.block_copy import copy_blocks
+from kernels.paged_attention import attention_is_row_invariant
 
 WEIGHTS = ("auto", "stored", "expanded")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -100,8 +101,11 @@ class TorchDecoder:
 
     @property
     def row_invariant(self) -> bool:
-        """Attention always is, by its fixed order of reduction; the linears say it of themselves."""
-        return all(linear.row_invariant for linear in self._model.linears())
+        """As far as linears and attention are, on this device and processor; all else treats each row by itself."""
+        config = self._model.config
+        return all(linear.row_invariant for linear in self._model.linears()) and attention_is_row_invariant(
+            config.heads, config.kv_heads, config.head_size, self._device.type
+        )
 
     def allocate(self, pools: PoolGeometry) -> None:
         """Reserves the pools; on the CPU the machine gives the pages when they are first written."""

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.linear import PackedLinear, _OneDnn
+from kernels.linear import PackedLinear
+from kernels.linear.in_parts import OneDnnLinear
 from kernels.paged_attention import paged_attention
 from kernels.quantized_linear import QuantizedLinear, QuantizedMatrix
 
@@ -60,8 +61,8 @@ def bench_linears(layers: int, repeats: int) -> None:
     weights = [torch.randn(n, k) / k**0.5 for _ in range(layers) for n, k in SHAPES]
     halves = [weight.bfloat16() for weight in weights]
     packed: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        "onednn fp32": [_OneDnn(weight, None) for weight in weights],
-        "onednn bf16": [_OneDnn(weight, None) for weight in halves],
+        "onednn fp32": [OneDnnLinear(weight, None) for weight in weights],
+        "onednn bf16": [OneDnnLinear(weight, None) for weight in halves],
         "ours fp32": [PackedLinear(weight) for weight in weights],
         "ours bf16": [PackedLinear(weight) for weight in halves],
     }

@@ -15,7 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernels import native, selfcheck
+from kernels import selfcheck
+from kernels.native import library
 from serve_app import __version__
 from serve_app.cli import app
 from serve_app.commands import doctor, drain_node
@@ -309,7 +310,7 @@ def test_the_doctor_names_a_product_that_fails_or_is_wrong(monkeypatch: pytest.M
 
 def test_the_doctor_finds_slow_paths_without_a_compiler_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "no C++ compiler found; install one"
-    monkeypatch.setattr(native, "_load", lambda: (None, reason))
+    monkeypatch.setattr(library, "_load", lambda: (None, reason))
     findings = list(doctor._kernels())
     assert not [finding for finding in findings if finding.mark is Mark.BAD]
     assert f"none, so CPUs are several times slower: {reason}" in [finding.detail for finding in findings]

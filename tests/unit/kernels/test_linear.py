@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import linear, native, onednn, processor
-from kernels.linear import PackedLinear, linear_reference, rows_agree
+from kernels import native, onednn, processor
+from kernels.linear import PackedLinear, in_parts, linear_reference
+from kernels.linear.cpu import NativeLinear
+from kernels.linear.in_parts import rows_agree
 
 BF16, F32 = torch.bfloat16, torch.float32
 needs_native = pytest.mark.skipif(not native.status()[0], reason=native.status()[1])
@@ -135,12 +137,12 @@ def test_a_processor_without_bfloat16_arithmetic_multiplies_bfloat16_weights_in_
 
 def test_without_a_compiler_the_first_path_whose_rows_keep_their_bits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "shared_object", lambda: None)
-    monkeypatch.setattr(linear, "_probed", {})
+    monkeypatch.setattr(in_parts, "_probed", {})
     _, weight, _ = problem(33, 64, F32)
 
-    def chosen(invariant: Callable[[linear._InParts], bool]) -> PackedLinear:
-        linear._probed.clear()
-        monkeypatch.setattr(linear, "rows_agree", lambda layer, width: invariant(layer))
+    def chosen(invariant: Callable[[in_parts.InParts], bool]) -> PackedLinear:
+        in_parts._probed.clear()
+        monkeypatch.setattr(in_parts, "rows_agree", lambda layer, width: invariant(layer))
         return PackedLinear(weight)
 
     assert chosen(lambda layer: True).kind == "onednn-fp32"
@@ -155,12 +157,12 @@ def test_without_a_compiler_the_first_path_whose_rows_keep_their_bits_is_taken(m
 @pytest.mark.skipif(not onednn.takes_bfloat16(), reason="oneDNN takes no bfloat16 on this processor")
 def test_one_dnn_is_passed_over_when_its_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "has_bf16_arithmetic", lambda: True)
-    monkeypatch.setattr(linear, "_probed", {})
-    monkeypatch.setattr(linear, "rows_agree", lambda function, width: True)
+    monkeypatch.setattr(in_parts, "_probed", {})
+    monkeypatch.setattr(in_parts, "rows_agree", lambda function, width: True)
     _, weight, _ = problem(33, 64, BF16)
     assert PackedLinear(weight).kind == "onednn-bf16"
-    monkeypatch.setattr(linear, "_probed", {})
-    monkeypatch.setattr(linear, "rows_agree", lambda function, width: False)
+    monkeypatch.setattr(in_parts, "_probed", {})
+    monkeypatch.setattr(in_parts, "rows_agree", lambda function, width: False)
     assert PackedLinear(weight).kind == "native-bf16"
 
 
@@ -169,8 +171,10 @@ def test_the_probe_notices_a_row_that_depends_on_its_batch() -> None:
     assert not rows_agree(lambda x: x + x.shape[0] * 1e-6, 8)
 
 
-def native_layer(weight: Tensor, bias: Tensor | None) -> linear._Native:
-    return linear._Native(native.shared_object(), weight, bias)
+def native_layer(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    library = native.shared_object()
+    assert library is not None
+    return NativeLinear(library, weight, bias)
 
 
 @pytest.mark.parametrize("compiler", [True, False])
@@ -186,7 +190,7 @@ def test_logits_are_never_rounded_to_bfloat16(compiler: bool, monkeypatch: pytes
 
 def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps something for each of them, for ever."""
-    layer = linear._OneDnn(torch.randn(24, 16), torch.randn(24))
+    layer = in_parts.OneDnnLinear(torch.randn(24, 16), torch.randn(24))
     product, seen = layer._product, set()
 
     def watched(x: torch.Tensor) -> torch.Tensor:
@@ -200,4 +204,4 @@ def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         result = layer(batch[:rows])
         assert result.shape == (rows, 24) and result.dtype == torch.float32
         assert torch.allclose(result, whole[:rows], rtol=2e-2, atol=2e-2)
-    assert seen <= set(linear.ROW_COUNTS)
+    assert seen <= set(in_parts.ROW_COUNTS)

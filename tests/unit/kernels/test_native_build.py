@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import build, native, processor
+from kernels import native, processor
+from kernels.native import build, library
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
 not_turned_off = pytest.mark.skipif(os.environ.get("MOORAGE_NATIVE") == "0", reason="turned off by MOORAGE_NATIVE=0")
@@ -46,7 +47,7 @@ def test_the_library_is_there_wherever_a_compiler_is() -> None:
 @not_turned_off
 def test_one_openmp_runtime_serves_torch_and_the_library() -> None:
     assert native.shared_object() is not None
-    assert len(native._openmp_runtimes()) <= 1
+    assert len(library._openmp_runtimes()) <= 1
 
 
 @needs_compiler
@@ -71,7 +72,7 @@ def test_is_built_once_and_again_when_a_source_changes(small_sources: Path) -> N
 @needs_compiler
 def test_two_processes_that_start_together_both_find_it(small_sources: Path) -> None:
     code = (
-        "import ctypes, pathlib; from kernels import build;"
+        "import ctypes, pathlib; from kernels.native import build;"
         f"build.SOURCES = pathlib.Path({str(small_sources)!r});"
         "print(ctypes.CDLL(str(build.built_path())).answer())"
     )

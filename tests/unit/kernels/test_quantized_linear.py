@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.linear import _Native
+from kernels.linear.cpu import NativeLinear
 from kernels.quantized_linear import QuantizedLinear, QuantizedMatrix, joined, quantized_linear_reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -65,7 +65,8 @@ def problem(n: int, k: int, group: int, form: Form) -> tuple[Tensor, QuantizedMa
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 def test_has_the_bits_of_the_product_of_the_expanded_weights(n: int, k: int, group: int, form: Form) -> None:
     x, weight, bias = problem(n, k, group, form)
-    layer, expanded = QuantizedLinear(weight, bias), _Native(LIBRARY, weight.expanded(), bias)
+    assert LIBRARY is not None
+    layer, expanded = QuantizedLinear(weight, bias), NativeLinear(LIBRARY, weight.expanded(), bias)
     assert (layer.kind, layer.out_features, layer.in_features) == (f"native-q{form[0]}", n, k)
     for rows in ROWS:
         assert torch.equal(layer(x[:rows]), expanded(x[:rows]))

@@ -1,18 +1,9 @@
-"""Causal attention of packed rows over keys and values that live in the blocks of a paged cache.
-
-The order of reduction is fixed by absolute positions alone. Keys come in tiles of KEY_TILE positions that
-start at multiples of KEY_TILE, whatever the block size; inside a tile the scores' maximum and sum are formed
-over the whole tile, with hidden positions as -inf; tiles are merged from the first to the last by online
-softmax. Neither the other rows, nor where a chunk of a prompt begins, nor the placement of blocks takes part.
-"""
+"""The definition, in plain torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from kernels import native
-from kernels.layout import dense_rows
 
 KEY_TILE = 64
 _QUERY_TILE = 16
@@ -111,57 +102,3 @@ def paged_attention_reference(
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for each of a batch. Never for one alone: a math library may deal that to threads, and cut its sums."""
     return torch.bmm(a, b) if len(a) > 1 else torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-
-
-def paged_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    cumulative: Tensor,
-    past: Tensor,
-    scale: float,
-    window: int = 0,
-) -> Tensor:
-    """Attention of every packed query over its own row's positions, up to and including its own.
-
-    q                       float32 [T, Hq, D]; D a multiple of 8 up to 256; tokens may lie apart
-    key_cache, value_cache  bfloat16 or float32 [num_blocks, B, Hk, D], dense; this step's keys are already in
-    block_table             int32 [R, C]: physical blocks in order of position, padded with -1
-    cumulative              int32 [R + 1]: row r owns the tokens [cumulative[r], cumulative[r + 1])
-    past                    int32 [R]: query t of row r sits at position past[r] + t - cumulative[r]
-    scale                   multiplies the scores
-    window                  0, or how many of the last positions a query sees, its own included
-    Returns a new dense float32 [T, Hq, D].
-    """
-    library = native.shared_object()
-    if library is None or q.is_cuda:
-        return paged_attention_reference(q, key_cache, value_cache, block_table, cumulative, past, scale, window)
-    assert q.dtype == torch.float32 and q.shape[2] % 8 == 0, (q.dtype, q.shape)
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
-    assert block_table.dtype == cumulative.dtype == past.dtype == torch.int32
-    q, block_table = dense_rows(q), block_table.contiguous()
-    tokens, query_heads, head_size = q.shape
-    output = torch.empty(tokens, query_heads, head_size)
-    bf16 = key_cache.dtype == torch.bfloat16
-    function = library.moorage_paged_attention_bf16 if bf16 else library.moorage_paged_attention_f32
-    function(
-        q.data_ptr(),
-        q.stride(0),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        block_table.data_ptr(),
-        cumulative.data_ptr(),
-        past.data_ptr(),
-        output.data_ptr(),
-        block_table.shape[0],
-        query_heads,
-        key_cache.shape[2],
-        head_size,
-        key_cache.shape[1],
-        block_table.shape[1],
-        scale,
-        window,
-        torch.get_num_threads(),
-    )
-    return output

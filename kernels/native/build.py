@@ -1,4 +1,4 @@
-"""Compiles kernels/cpu into one shared library, once for each machine, compiler and version of the sources."""
+"""Compiles the C++ of all operations into one library, once for each machine, compiler and version of the sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 
 from kernels import processor
 
-SOURCES = Path(__file__).parent / "cpu"
+SOURCES = Path(__file__).parents[1]
+# What all operations share lies beside this file.
+_HEADERS = Path(__file__).parent
 
 # -ffp-contract=off: a fused multiply-add only where the source says so, which keeps results a matter of the source.
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-fopenmp", "-fPIC")
@@ -75,7 +77,7 @@ def built_path() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Names everything that the library's bits depend on: sources, flags, compiler, processor."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), *_HEADERS.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join(flags()).encode())
     digest.update(_run([compiler, "--version"]).encode())
@@ -99,9 +101,9 @@ def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         # Sources side by side: the slowest one decides how long the first start waits.
         jobs = []
-        for source in sorted(SOURCES.glob("*.cpp")):
+        for source in sorted(SOURCES.rglob("*.cpp")):
             target = Path(scratch) / f"{source.stem}.o"
-            command = [compiler, *flags(), "-c", str(source), "-o", str(target)]
+            command = [compiler, *flags(), f"-I{_HEADERS}", "-c", str(source), "-o", str(target)]
             jobs.append((command, target, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         try:
             for command, _, process in jobs:

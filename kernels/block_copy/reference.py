@@ -1,4 +1,4 @@
-"""Copies whole blocks of a paged cache: the tail of a fork before it is written."""
+"""The definition, in plain torch, and all there is: a copy has no sum in it, and torch does it at memory speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
     """Copies block `source` to block `destination` for every (source, destination) of `pairs`.
 
     All sources are read before any destination is written, so a block may be in both roles.
-    A copy has no sum in it and torch does it at memory speed: there is no native version.
 
     key_cache, value_cache  [num_blocks, B, Hk, D], any dtype and device
     """
