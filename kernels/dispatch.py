@@ -14,8 +14,9 @@ from kernels import native
 Operation = TypeVar("Operation")
 
 
-class ByDevice(dict[str, Operation]):
-    """An operation's implementations by the type of a tensor's device: `table[x.device.type](x, ...)`.
+class ByDevice(dict[bool, Operation]):
+    """An operation's implementations, for CUDA and for the CPU: `table[x.is_cuda](x, ...)`. To ask a tensor for its
+    device's type takes 0.5 us, more than all the rest of a call's way to its implementation.
 
     reference  runs anywhere
     bind       makes the CPU's implementation from the native library. It is made once, at the first call that finds the
@@ -26,13 +27,13 @@ class ByDevice(dict[str, Operation]):
         super().__init__()
         self._reference, self._bind = reference, bind
 
-    def __missing__(self, device: str) -> Operation:
-        library = native.shared_object() if device == "cpu" else None
+    def __missing__(self, is_cuda: bool) -> Operation:
+        library = None if is_cuda else native.shared_object()
         if library is None:
             return self._reference
-        self[device] = bound = self._bind(library)
+        self[is_cuda] = bound = self._bind(library)
         return bound
 
-    def kind(self, device: str) -> str:
+    def kind(self, is_cuda: bool) -> str:
         """ "native" or "torch"."""
-        return "torch" if self[device] is self._reference else "native"
+        return "torch" if self[is_cuda] is self._reference else "native"

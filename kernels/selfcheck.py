@@ -83,7 +83,7 @@ def _attention(random: torch.Generator, device: torch.device) -> tuple[str, Tens
         return attention(*tensors, size**-0.5)
 
     return (
-        PAGED_ATTENTION.kind(device.type),
+        PAGED_ATTENTION.kind(device.type == "cuda"),
         run(paged_attention, device),
         run(paged_attention_reference, torch.device("cpu")),
     )

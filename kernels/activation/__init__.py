@@ -16,9 +16,9 @@ _GATED_GELU_TANH = ByDevice[cpu.Gated](gated_gelu_tanh_reference, cpu.bind_gelu_
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up float32 [T, 2I], gate first; returns a new float32 [T, I]."""
-    return _GATED_SILU[gate_up.device.type](gate_up)
+    return _GATED_SILU[gate_up.is_cuda](gate_up)
 
 
 def gated_gelu_tanh(gate_up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up. gate_up float32 [T, 2I], gate first; returns a new float32 [T, I]."""
-    return _GATED_GELU_TANH[gate_up.device.type](gate_up)
+    return _GATED_GELU_TANH[gate_up.is_cuda](gate_up)

@@ -20,4 +20,4 @@ def kv_write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots
     key_cache, value_cache  bfloat16 or float32 [num_blocks, B, Hk, D], dense
     slots                   int64 [T]: block * B + offset in the block; all different
     """
-    _KV_WRITE[k.device.type](k, v, key_cache, value_cache, slots)
+    _KV_WRITE[k.is_cuda](k, v, key_cache, value_cache, slots)

@@ -20,4 +20,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight  float32 [H] or [D]
     Returns a new dense float32 tensor of x's shape.
     """
-    return _RMS_NORM[x.device.type](x, weight, eps)
+    return _RMS_NORM[x.is_cuda](x, weight, eps)

@@ -42,13 +42,13 @@ def paged_attention(
     window                  0, or how many of the last positions a query sees, its own included
     Returns a new dense float32 [T, Hq, D].
     """
-    run = PAGED_ATTENTION[q.device.type]
+    run = PAGED_ATTENTION[q.is_cuda]
     return run(q, key_cache, value_cache, block_table, cumulative, past, scale, window)
 
 
 def attention_is_row_invariant(query_heads: int, kv_heads: int, head_size: int, device: str) -> bool:
     """Whether a query's result is the same bits in any batch: of the native version by construction; of the reference,
     whose small products are a math library's, by a probe, once for each shape and number of threads."""
-    if PAGED_ATTENTION.kind(device) == "native":
+    if PAGED_ATTENTION.kind(device == "cuda") == "native":
         return True
     return rows_agree(query_heads, kv_heads, head_size, device, torch.get_num_threads())

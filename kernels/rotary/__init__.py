@@ -20,4 +20,4 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos  float32 [T, D/2], the rows of the tokens' positions
     sin  float32 [T, D/2]
     """
-    return _APPLY_ROTARY[x.device.type](x, cos, sin)
+    return _APPLY_ROTARY[x.is_cuda](x, cos, sin)
