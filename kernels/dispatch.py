@@ -35,5 +35,5 @@ class ByDevice(dict[bool, Operation]):
         return bound
 
     def kind(self, is_cuda: bool) -> str:
-        """ "native" or "torch"."""
+        """What runs there: "native" or "torch"."""
         return "torch" if self[is_cuda] is self._reference else "native"
