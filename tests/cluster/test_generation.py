@@ -51,7 +51,7 @@ async def whole(http: httpx.AsyncClient, path: str, body: dict[str, Any], hint: 
 
 
 async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
-    texts = [""] * body.get("n", 1)
+    texts = [""] * (body.get("n", 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1))
     async with http.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.status_code == 200
         lines = [line[6:] async for line in response.aiter_lines() if line.startswith("data: ")]
@@ -146,6 +146,17 @@ async def test_64_streams_finish_on_a_pool_for_a_few(http: httpx.AsyncClient, en
     for i in (0, 31, 63):
         assert (await whole(http, CHAT, bodies[i]))[0] == together[i]
     await assert_nothing_is_left(engines)
+
+
+async def test_several_prompts_of_one_request_are_answered_each_as_alone(http: httpx.AsyncClient) -> None:
+    prompts = ["The sky is", "One, two,", "Paris is the capital of"]
+    fields = {"max_tokens": 3, "temperature": 0}
+    alone = [(await whole(http, COMPLETIONS, {"prompt": prompt, **fields}))[0][0] for prompt in prompts]
+    tokens = [(await http.post("/tokenize", json={"prompt": prompt})).json()["tokens"] for prompt in prompts]
+    asked = [{"prompt": prompt, **fields} for prompt in (prompts, tokens)] * 6
+    answers = await asyncio.gather(*(whole(http, COMPLETIONS, body) for body in asked))
+    assert [texts for texts, _ in answers] == [alone] * len(asked)
+    assert await asyncio.gather(*(streamed(http, COMPLETIONS, body) for body in asked)) == [alone] * len(asked)
 
 
 async def test_a_fork_goes_on_where_its_session_is(http: httpx.AsyncClient) -> None:

@@ -98,7 +98,7 @@ class FailoverTurn:
             except _Lost as lost:
                 last = self._after_loss(lost.why)
             except TimeoutError:
-                last = self._give_up(_unavailable("no replica is running"))
+                last = self._give_up(_unavailable(self._why_unplaced()))
             for end in last:
                 yield end
             if progress.complete:
@@ -184,6 +184,14 @@ class FailoverTurn:
             return self._give_up(_unavailable("the replica was lost"))
         self._note("goes on elsewhere" if progress.accepted else "is tried elsewhere", why)
         return []
+
+    def _why_unplaced(self) -> str:
+        """Why the deadline for being placed has passed."""
+        waited = f"within {self._placement_timeout:g} s"
+        if not (running := self._watch.running):
+            return f"no replica is running, and none has started {waited}"
+        silent = len(self._watch.silent & running)
+        return f"no replica has taken the turn {waited} (running: {len(running)}, of these not answering: {silent})"
 
     def _start_clock(self) -> None:
         self._deadline = asyncio.get_running_loop().time() + self._placement_timeout

@@ -88,6 +88,11 @@ class ReplicaWatch:
         """The replicas that the routers know."""
         return self._known.running
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """Those of them that give no sign of life."""
+        return self._known.silent
+
     @contextmanager
     def place(self) -> Iterator[Place]:
         """For the time of one call."""

@@ -2,7 +2,10 @@
 
 Ray Serve asks `choose_replicas` for ranks and takes the shortest queue *inside* a rank, so each rank here
 holds one replica. `FIFOMixin` is left out on purpose: it gives a chosen replica to the oldest waiting
-request, whoever that is.
+request, whoever that is. Without it a chosen replica goes to the call for which it was chosen, found by the
+call's internal id. Ray takes that id from the HTTP request in whose context the call was made, so that all calls
+of one request would share it, and of those that wait at the same time only the first would ever be placed:
+each call gets an id of its own here.
 
 What the router knows, by age:
 - its own turns in flight and the queue lengths that replicas answer with: Serve's queue length cache, exact
@@ -17,8 +20,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ray.serve._private.utils import generate_request_id
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.util.metrics import Counter
 
@@ -79,6 +84,16 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         super().on_replica_actor_died(replica_id)
         self._resident.pop(replica_id.unique_id, None)
         self._forget({replica_id.unique_id})
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve calls this for every call, and again (`is_retry`) when a replica has rejected it. What was noted of
+        the call before, so that it is cancelled with its HTTP request, keeps the id of that."""
+        if not is_retry:
+            own = replace(pending_request.metadata, internal_request_id=generate_request_id())
+            pending_request.metadata = own
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

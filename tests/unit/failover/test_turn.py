@@ -272,6 +272,26 @@ async def test_a_new_turn_is_refused_when_nobody_takes_it_in_time() -> None:
     assert replicas.calls[0].cancelled
 
 
+@pytest.mark.parametrize(
+    ("running", "silent", "said"),
+    [
+        ("", "", "no replica is running, and none has started within 0.05 s"),
+        ("ab", "", "no replica has taken the turn within 0.05 s (running: 2, of these not answering: 0)"),
+        ("ab", "a", "no replica has taken the turn within 0.05 s (running: 2, of these not answering: 1)"),
+    ],
+)
+async def test_a_turn_that_nobody_takes_in_time_says_what_the_router_knew(
+    monkeypatch: pytest.MonkeyPatch, running: str, silent: str, said: str
+) -> None:
+    monkeypatch.setattr(watch_module, "SILENCE_SECONDS", 10.0)  # nobody is asked in this time
+    replicas = Replicas(Script(0, SILENT), works=dict.fromkeys(silent))
+    replicas.known.set_running(running)
+    for replica in silent:
+        replicas.known.set_silent(replica, True)
+    [refused] = await told(replicas, placement_timeout=0.05)
+    assert isinstance(refused, TurnRefused) and refused.message == said
+
+
 class Counted:
     def __init__(self) -> None:
         self.seen: list[tuple[bool, str]] = []

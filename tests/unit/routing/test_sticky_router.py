@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +170,25 @@ async def test_a_turn_that_is_tried_again_is_counted_once(router: StickyRouter) 
     await ranks(router, pending)
     await ranks(router, pending)
     assert router._decisions.seen == {"rendezvous": 1}
+
+
+async def test_calls_of_one_http_request_are_placed_each_by_itself(router: StickyRouter) -> None:
+    """Serve gives all of them the id of the request in whose context they are made; one leaves before it is placed."""
+    calls = [turn(key) for key in ("one", "two", "three", "")]
+    placing = [asyncio.create_task(router._choose_replica_for_request(call)) for call in calls]
+    await asyncio.sleep(0)
+    placing[1].cancel()
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    async with asyncio.timeout(10):
+        placed: list[Any] = await asyncio.gather(*placing, return_exceptions=True)
+        assert isinstance(placed[1], asyncio.CancelledError)
+        for call, replica in zip(calls, placed, strict=True):
+            if call.metadata.session_id in ("one", "three"):
+                assert replica.name == by_rank(call.metadata.session_id, "abc")[0]
+        rejected = calls[0].metadata
+        assert (await router._choose_replica_for_request(calls[0], is_retry=True)).name == placed[0].name
+        assert calls[0].metadata is rejected
+    assert router._pending_requests_by_id == {}
 
 
 @pytest.mark.parametrize("arguments", [{"table_size": 0}, {"spill_relative": 0.5}, {"spill_absolute": -1}])
