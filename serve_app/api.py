@@ -9,6 +9,7 @@ from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.errors import install_error_handlers
 from serve_app.ingress.head import HeadMiddleware
 from serve_app.ingress.health import health_router
+from serve_app.ingress.origins import OriginMiddleware
 from serve_app.ingress.request_log import RequestLogMiddleware
 from serve_app.ingress.side_process import SideProcess
 from serve_app.ingress.turn_slots import TurnSlots
@@ -41,5 +42,11 @@ def create_app(desk: Desk, side: SideProcess, client: EngineClient, store: Respo
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, keys=ApiKeys(settings.api_keys))
+    app.add_middleware(
+        OriginMiddleware,
+        has_keys=bool(settings.api_keys),
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.allowed_origins,
+    )
     app.add_middleware(RequestLogMiddleware, answers_request_id=settings.answers_request_id)
     return app

@@ -78,6 +78,10 @@ def serve(
         typer.Option(help="A key that clients may use; repeat it for more. Others see it in `ps`: prefer a file."),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web origin whose pages may use the server, such as http://localhost:3000; repeat for more."),
+    ] = None,
     log_format: Annotated[str | None, typer.Option(help="Logs of the processes: text or json. [default: text]")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate chain: serve HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, without a password.")] = None,
@@ -113,6 +117,7 @@ def serve(
         "ingress_replicas": ingress_replicas,
         "api_keys": tuple(api_key) if api_key else None,
         "api_key_file": api_key_file,
+        "allowed_origins": tuple(allowed_origin) if allowed_origin else None,
         "log_format": log_format,
     }
     given = {name: value for name, value in flags.items() if value is not None}

@@ -119,10 +119,10 @@ class Chat:
             if response.is_error:
                 response.read()
                 raise ServerRefused(_message(response))
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for line in _lines(response):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise ServerRefused(event["error"]["message"])
                 usage = event.get("usage") or usage
@@ -171,6 +171,16 @@ class Chat:
 
 def _new_session() -> str:
     return f"chat-{uuid.uuid4().hex[:12]}"
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Without what ends them. The client library would also cut where Unicode has ends of lines, inside of texts."""
+    rest = b""
+    for piece in response.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)
+    if rest:
+        yield rest
 
 
 def _message(response: httpx.Response) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 from starlette.requests import Request
 
+from serve_app.ingress.encodings import check_encoding, unpacked
 from serve_app.ingress.errors import ApiError, too_large
 
 # No schema that the grammar library reads is deeper.
@@ -16,7 +18,12 @@ MAX_VALUES = 2**17
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises ApiError 413 beyond `limit` bytes, whether announced or not."""
+    """Unpacked, if it was compressed. Raises ApiError: 413 beyond `limit` bytes, packed or not, whether announced or
+    not; 415 for what is no JSON by its type, or packed in an unknown way."""
+    _check_type(request.headers.get("content-type", ""))
+    encoding = request.headers.get("content-encoding", "identity").strip().lower().removeprefix("x-")
+    if encoding != "identity":
+        check_encoding(encoding)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise too_large(limit)
@@ -25,7 +32,18 @@ async def read_body(request: Request, limit: int) -> bytes:
         data += chunk
         if len(data) > limit:
             raise too_large(limit)
-    return bytes(data)
+    # The thread leaves the interpreter to others for most of its work.
+    return bytes(data) if encoding == "identity" else await asyncio.to_thread(unpacked, bytes(data), encoding, limit)
+
+
+def _check_type(content_type: str) -> None:
+    """Also keeps out what a browser sends for pages of other origins without asking first."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    said = f"not '{kind[:100]}'" if kind else "and this one has no type"
+    message = f"The body must be JSON by its type, {said}: send the header 'Content-Type: application/json'."
+    raise ApiError(415, message, code="unsupported_media_type")
 
 
 def json_object(data: bytes, *, uncounted: frozenset[str] = frozenset()) -> dict[str, object]:

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from engine_actor.options import MAX_INT32
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+_HOST = re.compile(r"\*|[A-Za-z0-9._:-]{1,253}")
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]{1,253}")
+
+
+def _listed(value: object) -> object:
+    """A text is one entry, or several with commas between."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _host(value: str) -> str:
+    if not _HOST.fullmatch(value):
+        raise ValueError(f"{value!r} is no name of a host: write it without scheme and port, such as chat.example")
+    return value.lower().removesuffix(".")
+
+
+def _origin(value: str) -> str:
+    value = value.removesuffix("/")
+    if not _ORIGIN.fullmatch(value):
+        raise ValueError(
+            f"{value!r} is no origin: write scheme and host, and the port if there is one, such as "
+            "https://chat.example or http://localhost:3000"
+        )
+    return value.lower()
+
+
+Hosts = Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(_listed)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_listed)]
 
 
 class SamplingDefaults(BaseModel):
@@ -30,6 +60,15 @@ class RequestLimits(BaseModel):
         "x-session-id",
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
         description="Request header that names the session; case, and - or _, do not matter.",
+    )
+    allowed_hosts: Hosts = Field(
+        (),
+        description="Without API keys: names, besides those of loopback, that requests may have as their Host. *: any.",
+    )
+    allowed_origins: Origins = Field(
+        (),
+        description="Web origins whose pages may use the server, such as https://chat.example. *: any; with keys only "
+        "a page that knows one comes further.",
     )
     default_max_tokens: int | None = Field(
         None,

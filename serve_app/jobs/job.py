@@ -144,7 +144,7 @@ async def _answer_all(batch: Batch, args: AppArgs, model_path: Path) -> None:
     with closing(side_desk(settings, model_path)) as side:
         async with _engines(args, options.deployment) as (client, at_once):
             transport = httpx.ASGITransport(create_app(desk, side, client, no_store))
-            async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as http:
                 with BatchProgress(batch.before, batch.total) as progress:
                     await run_batch(
                         read_lines(options.source),

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from serve_app.jobs.lines import Line
+from serve_app.openai.sse import on_one_line
 
 
 @dataclass
@@ -115,7 +116,8 @@ class Journal:
                     raise JournalError(f"line {line.number} is new: the input has changed meanwhile")
                 self._file.seek(self._done[line.number, line.digest])
                 record = json.loads(self._file.readline())["record"]
-                file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+                text = on_one_line(json.dumps(record, ensure_ascii=False))
+                file.write(text.encode("utf-8", "backslashreplace") + b"\n")
                 counts.note(good=record["error"] is None)
             file.flush()
             os.fsync(file.fileno())

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 DONE = b"data: [DONE]\n\n"
 
 # One encoder for all events: json.dumps with options would build a new one for each.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# Ends of lines for Unicode, and for clients that cut a stream where it says so; JSON leaves these three as they are.
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
+def on_one_line(text: str) -> str:
+    """The same JSON without an end of a line in it, whoever reads it."""
+    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _encoded(content: object) -> bytes:
+    return on_one_line(_ENCODER.encode(content)).encode()
 
 
 def event(content: dict[str, object]) -> bytes:
     """An object that has a type is an event of that name."""
     name = f"event: {content['type']}\n".encode() if "type" in content else b""
-    return name + b"data: " + _ENCODER.encode(content).encode() + b"\n\n"
+    return name + b"data: " + _encoded(content) + b"\n\n"
 
 
 def events(contents: list[dict[str, object]]) -> bytes:
@@ -35,4 +47,4 @@ class TextEvents:
         if frame is None:
             before, _, after = event(self._empty(choice)).rpartition(b'""')
             frame = self._frames[choice] = before, after
-        return frame[0] + _ENCODER.encode(text).encode() + frame[1]
+        return frame[0] + _encoded(text) + frame[1]

@@ -122,7 +122,8 @@ async def connect_and_go(soak: Soak, stays: Callable[[asyncio.StreamReader], Awa
     content = json.dumps(asked("Count to one thousand.", max_tokens=300, stream=True, n=2, ignore_eos=True)).encode()
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        lines = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        writer.write(f"POST {CHAT} HTTP/1.1\r\n{lines}\r\n\r\n".encode() + content)
         await stays(reader)
     finally:
         if reset:

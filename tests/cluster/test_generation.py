@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import itertools
 import json
 import re
@@ -184,7 +185,8 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
 ) -> None:
     host, port = base_url.removeprefix("http://").split(":")
     content = json.dumps(said("Count to one thousand.", max_tokens=400, stream=True, n=2, ignore_eos=True)).encode()
-    request = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    lines = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    request = f"POST {CHAT} HTTP/1.1\r\n{lines}\r\n\r\n".encode() + content
 
     async def leave(stays: Callable[[asyncio.StreamReader], Any]) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -255,3 +257,25 @@ async def test_a_user_that_spells_control_tokens_speaks_as_the_user(http: httpx.
     assert answer
     raw = (await http.post("/tokenize", json={"prompt": "<|im_end|>"})).json()["tokens"]
     assert raw == [2]
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
+async def test_without_keys_no_web_page_can_use_the_server(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    asked = http.post(CHAT, json=said("Hi"), headers=headers), http.get("/v1/models", headers=headers)
+    for refused in await asyncio.gather(*asked):
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] in ("host_not_allowed", "origin_not_allowed")
+    plain = {"content-type": "text/plain", **headers}
+    assert (await http.post(CHAT, content=b"{}", headers=plain)).status_code == 403
+    assert (await http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})).status_code == 415
+
+
+async def test_a_compressed_body_is_served_and_its_stream_has_no_ends_of_lines_in_it(http: httpx.AsyncClient) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    body = json.dumps({"prompt": text, "echo": True, "stream": True, "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = await http.post(COMPLETIONS, content=gzip.compress(body), headers=headers)
+    assert answer.status_code == 200, answer.text
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert json.loads(lines[0][6:])["choices"][0]["text"] == text

@@ -5,9 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from http_harness import MODEL, Server, StartServer, app_over, serving, wait_until
+from http_harness import MODEL, Server, StartServer, app_over, connected, serving, wait_until
 from scripted_engine import ScriptedEngine
 
 from serve_app.openai.responses.store import StoreLimits
@@ -26,7 +25,7 @@ def _shared(prompts: PromptBuilder, smollm2_path: Path) -> Iterator[Server]:
     with (
         app_over(engine, prompts, smollm2_path, model_ids=(MODEL, "alias"), context_limit=512) as app,
         serving(app) as url,
-        httpx.Client(base_url=url, timeout=30) as client,
+        connected(url) as client,
     ):
         yield Server(url, engine, prompts, client)
 
@@ -49,7 +48,7 @@ def start_server(prompts: PromptBuilder, smollm2_path: Path) -> Iterator[StartSe
             engine = ScriptedEngine()
             app = stack.enter_context(app_over(engine, prompts, smollm2_path, limits, **settings))
             url = stack.enter_context(serving(app))
-            client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
+            client = stack.enter_context(connected(url))
             server = Server(url, engine, prompts, client)
             server.say("Hello there!")
             return server

@@ -95,6 +95,11 @@ class Server:
         return self.post(RESPONSES, {"model": MODEL, "input": given, **fields}, headers=headers)
 
 
+def connected(url: str) -> httpx.Client:
+    """A client whose bodies are JSON, however a test writes them."""
+    return httpx.Client(base_url=url, timeout=30, headers={"content-type": "application/json"})
+
+
 StartServer = Callable[..., Server]
 
 
@@ -109,7 +114,8 @@ def open_request(
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps(content).encode()
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode()
+    lines += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode()
     connection = socket.create_connection((host, int(port)), timeout=20)
     connection.sendall(head + body[:cut])
     return connection

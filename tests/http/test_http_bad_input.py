@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from bad_input import HUGE, INFINITY, NAN, assert_refused, dump, label
 from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, error_of
@@ -285,10 +286,33 @@ def test_odd_but_valid_text_is_served(server: Server) -> None:
     assert server.client.post(CHAT, content=b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}').is_success
 
 
-def test_any_content_type_will_do(server: Server) -> None:
-    for kind in ("text/plain", "application/json; charset=utf-8", "application/x-www-form-urlencoded"):
-        response = server.client.post(CHAT, content=dump({"messages": USER}), headers={"content-type": kind})
-        assert response.status_code == 200
+JSON_TYPES = ("application/json", "application/json; charset=utf-8", "Application/JSON", "application/vnd.x+json;a=b")
+OTHER_TYPES = ("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "text/json", "json", "")
+TYPED = {
+    CHAT: {"messages": USER}, COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}, "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [80]}, "/v1/sessions/a/fork": {"session_id": "b"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", TYPED)
+def test_a_body_is_json_by_its_type(server: Server, path: str) -> None:
+    """What a browser sends for a page of another origin without asking has one of the others."""
+    body = dump(TYPED[path])
+    for kind in JSON_TYPES:
+        assert server.client.post(path, content=body, headers={"content-type": kind}).status_code == 200, kind
+    server.engine.requests.clear()
+    for kind in OTHER_TYPES:
+        refused = server.client.post(path, content=body, headers={"content-type": kind})
+        error = error_of(refused)
+        assert (refused.status_code, error["code"]) == (415, "unsupported_media_type"), kind
+        assert "Content-Type: application/json" in error["message"]
+    assert server.engine.requests == []
+
+
+def test_a_body_without_a_type_is_refused(server: Server) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        refused = client.post(CHAT, content=dump({"messages": USER}))
+    assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type")
 
 
 FIELDS = [

@@ -162,7 +162,7 @@ def raw(server: Server, request: bytes) -> bytes:
     ids=["carriage return", "null byte", "folded", "a megabyte"],
 )
 def test_broken_headers_never_get_a_500_nor_split_the_answer(server: Server, header: bytes) -> None:
-    answer = raw(server, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + header + b"\r\n\r\n")
+    answer = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + header + b"\r\n\r\n")
     assert not answer.startswith(b"HTTP/1.1 5")
     head = answer.partition(b"\r\n\r\n")[0]
     assert head.lower().count(b"x-request-id:") <= 1

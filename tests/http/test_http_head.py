@@ -20,7 +20,7 @@ def test_head_is_get_without_a_body(server: Server, path: str) -> None:
 def test_nothing_comes_after_the_head(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answer = b""
         while chunk := connection.recv(4096):
             answer += chunk

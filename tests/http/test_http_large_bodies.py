@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, error_of, serving
+from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, connected, error_of, serving
 from scripted_engine import ScriptedEngine
 
 from engine_actor.messages import TurnRequest
@@ -46,7 +46,7 @@ def recorded(prompts: PromptBuilder) -> Iterator[tuple[Recorder, httpx.Client]]:
     recorder, engine = Recorder(desk), ScriptedEngine()
     engine.reply = [80]
     app = create_app(desk, recorder, engine, MemoryResponseStore(StoreLimits()))  # type: ignore[arg-type]
-    with serving(app) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with serving(app) as url, connected(url) as client:
         yield recorder, client
 
 
@@ -66,9 +66,9 @@ def test_only_what_is_large_leaves_the_process(prompts: PromptBuilder) -> None:
     ]
     with recorded(prompts) as (recorder, client):
         for path, content in bodies:
-            assert client.post(path, content=padded(content, INLINE_BYTES), headers=JSON).status_code == 200
+            assert client.post(path, content=padded(content, INLINE_BYTES)).status_code == 200
             assert recorder.sizes == []
-            assert client.post(path, content=padded(content, INLINE_BYTES + 1), headers=JSON).status_code == 200
+            assert client.post(path, content=padded(content, INLINE_BYTES + 1)).status_code == 200
             assert recorder.sizes == [INLINE_BYTES + 1]
             recorder.sizes.clear()
 
@@ -80,9 +80,6 @@ def test_a_kept_conversation_counts_with_the_body_that_goes_on_from_it(prompts: 
         assert client.post(RESPONSES, json={"input": "b", "previous_response_id": first}).status_code == 200
         (size,) = recorder.sizes
         assert size > 2 * INLINE_BYTES
-
-
-JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def test_a_large_body_asks_for_what_it_says(server: Server, path: str, content: 
     answers: list[str] = []
     asked: list[list[TurnRequest]] = []
     for size in (INLINE_BYTES, 4 * INLINE_BYTES):
-        answer = server.client.post(path, content=padded(content, size), headers=JSON)
+        answer = server.client.post(path, content=padded(content, size))
         assert answer.status_code == 200, answer.text
         answers.append(answer.text)
         requests = [replace(request, request_id="", session_id="") for request in server.engine.requests]
@@ -164,7 +161,7 @@ NASTY = {
 @pytest.mark.parametrize("name", NASTY)
 def test_what_is_large_and_nasty_is_a_400_that_says_why(server: Server, name: str) -> None:
     path, data, param = NASTY[name]
-    refused = server.client.post(path, content=data, headers=JSON)
+    refused = server.client.post(path, content=data)
     assert refused.status_code == 400, refused.text[:500]
     error = error_of(refused)
     assert error["param"] == param

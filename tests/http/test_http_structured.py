@@ -80,7 +80,7 @@ async def http(smollm2_path: Path, prompts: PromptBuilder) -> AsyncIterator[http
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    yield openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", max_retries=0, http_client=http)
+    yield openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def form(schema: Any) -> dict[str, Any]:

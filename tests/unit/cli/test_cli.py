@@ -114,8 +114,9 @@ def test_an_unknown_model_cannot_be_fetched() -> None:
 class Server:
     """Answers like the API, and remembers what it was asked."""
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, said: tuple[str, ...] = ("Hel[l", "o]")) -> None:
         self.status = status
+        self.said = said
         self.bodies: list[dict[str, object]] = []
         self.sessions: list[str] = []
         self.deleted: list[str] = []
@@ -135,11 +136,11 @@ class Server:
         usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}}
         events = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-            {"choices": [{"delta": {"content": "Hel[l"}}]},
-            {"choices": [{"delta": {"content": "o]"}}]},
+            *({"choices": [{"delta": {"content": piece}}]} for piece in self.said),
             {"choices": [], "usage": usage},
         ]
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        sent = (json.dumps(event, ensure_ascii=False) for event in events)
+        text = "".join(f"data: {data}\n\n" for data in sent) + "data: [DONE]\n\n"
         return httpx.Response(200, text=text, headers={"x-moorage-replica": "r1"})
 
 
@@ -178,6 +179,13 @@ def test_chat_streams_answers_and_keeps_history_and_session(monkeypatch: pytest.
     assert server.bodies[1]["messages"][1]["content"] == "Hel[lo]"  # type: ignore[index]
     assert len(set(server.sessions)) == 1
     assert server.keys == {"Bearer secret"}
+
+
+def test_chat_reads_ends_of_lines_of_unicode_as_the_text_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(said=("one\u2028", "two\u2029 three", "\x85 four"))
+    code, _ = talk(server, ["hi", "again"], monkeypatch)
+    assert code == 0
+    assert server.bodies[1]["messages"][1]["content"] == "one\u2028two\u2029 three\x85 four"  # type: ignore[index]
 
 
 def test_chat_new_begins_another_session_without_history(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def record(line: Line) -> dict[str, object]:
 
 
 def written(output: Path) -> list[dict[str, object]]:
-    return [json.loads(text) for text in output.read_bytes().splitlines()]
+    return [json.loads(text) for text in output.read_text("utf-8").splitlines()]
 
 
 def test_lines_done_in_any_order_are_written_in_that_of_the_input(tmp_path: Path) -> None:
