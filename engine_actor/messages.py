@@ -136,14 +136,23 @@ class TurnTokens:
 class EndReason(StrEnum):
     STOP = "stop"  # EOS or a stop token
     LENGTH = "length"  # a turn or session limit
-    FAILED = "failed"  # the engine could not go on; see the message
+    FAILED = "failed"  # it could not go on; see the failure and the message
+
+
+class Failure(StrEnum):
+    """Why a turn ended as FAILED, and so who has to act."""
+
+    ENGINE = "engine_failed"  # whoever runs the server: the same turn would fail again
+    UNAVAILABLE = "unavailable"  # the engine is gone, and the turn is not to blame: another engine can go on with it
+    SESSION_DELETED = "session_deleted"  # nobody: a client wanted it so
+    GRAMMAR = "invalid_grammar"  # the client: its grammar gave up, and would do so again
+    CONTEXT_LENGTH = "context_length_exceeded"  # the client: not even an empty pool could hold it
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """The last message of a choice; an accepted turn ends with that of its last choice. `resumable`, with FAILED: the
-    engine is gone, the turn is not to blame, and another engine can go on with it. `bad_grammar`, with FAILED: its
-    grammar gave up, and would do so again."""
+    """The last message of a choice; an accepted turn ends with that of its last choice. `failure` and `message` belong
+    to FAILED."""
 
     reason: EndReason
     prompt_tokens: int
@@ -151,8 +160,12 @@ class TurnEnded:
     generated_tokens: int
     message: str = ""
     choice: int = 0
-    resumable: bool = False
-    bad_grammar: bool = False
+    failure: Failure = Failure.ENGINE
+
+    @property
+    def resumable(self) -> bool:
+        """Another engine can go on with the turn."""
+        return self.reason is EndReason.FAILED and self.failure is Failure.UNAVAILABLE
 
 
 TurnDelta = TurnAccepted | TurnTokens | TurnEnded | TurnRefused

@@ -16,7 +16,16 @@ from collections.abc import Callable, Sequence
 from engine_actor.actor.heartbeat import SNAPSHOT_SECONDS, Heartbeat, Snapshot
 from engine_actor.core.engine import Engine
 from engine_actor.errors import ContextLengthExceeded, EngineError, EngineUnhealthy, UnusableGrammar
-from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.messages import (
+    EndReason,
+    Failure,
+    RefusalCode,
+    TurnAccepted,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnTokens,
+)
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.outcomes import StepOutcome, StepReport
 from engine_actor.requests.record import FinishReason
@@ -32,6 +41,11 @@ MAX_EVENTS = 4096
 
 _LENGTH = (FinishReason.MAX_GENERATED_TOKENS, FinishReason.MAX_SESSION_TOKENS)
 _STOP = (FinishReason.EOS, FinishReason.STOP_SEQUENCE)
+_FAILURES = {
+    ErrorCode.FATAL: Failure.UNAVAILABLE,
+    ErrorCode.GUIDANCE: Failure.GRAMMAR,
+    ErrorCode.UNSERVICEABLE: Failure.CONTEXT_LENGTH,
+}
 _ROLLED_BACK = (StepOutcome.RETRYABLE_BATCH_ABORT, StepOutcome.EXECUTION_CAPACITY_EXCEEDED)
 
 
@@ -197,7 +211,7 @@ class OwnerLoop:
             return False
         for turn in {choice.turn for choice in self._running.values() if choice.turn.session is session}:
             for choice in list(turn.choices):
-                self._end(choice, EndReason.FAILED, 0, "the session was deleted")
+                self._end(choice, EndReason.FAILED, 0, "the session was deleted", failure=Failure.SESSION_DELETED)
         for waiting in self.waiting.of_session(session):
             self.waiting.follow(waiting, self.sessions.open(waiting.request))
         return True
@@ -289,10 +303,10 @@ class OwnerLoop:
             reason = EndReason.STOP
         elif event.finish_reason in _LENGTH:
             reason = EndReason.LENGTH
-        gone, bad_grammar = event.error_code == ErrorCode.FATAL, event.error_code == ErrorCode.GUIDANCE
         cached = min(usage.cached_tokens, choice.begun.prompt_tokens)  # of a resumed turn, part of the answer may be
         generated = usage.generated_tokens
-        self._end(choice, reason, generated, event.message, cached, resumable=gone, bad_grammar=bad_grammar)
+        failure = _FAILURES.get(event.error_code, Failure.ENGINE)
+        self._end(choice, reason, generated, event.message, cached, failure=failure)
         if choice.stays:
             assert session is not None
             self.sessions.ended(session)
@@ -305,12 +319,11 @@ class OwnerLoop:
         message: str,
         cached: int = 0,
         *,
-        resumable: bool = False,
-        bad_grammar: bool = False,
+        failure: Failure = Failure.ENGINE,
     ) -> None:
         """The last delta of a choice, and of its turn if no other choice runs."""
         prompt = choice.begun.prompt_tokens
-        ended = TurnEnded(reason, prompt, cached, generated, message, choice.index, resumable, bad_grammar)
+        ended = TurnEnded(reason, prompt, cached, generated, message, choice.index, failure)
         self._send(choice.turn, ended)
         self._drop(choice)
         if not choice.turn.choices:
@@ -329,7 +342,7 @@ class OwnerLoop:
 
     def _end_all(self, message: str) -> None:
         for choice in list(self._running.values()):
-            self._end(choice, EndReason.FAILED, 0, message, resumable=True)
+            self._end(choice, EndReason.FAILED, 0, message, failure=Failure.UNAVAILABLE)
         for turn in list(self.waiting.queue):
             self.waiting.leave(turn)
             self._refuse(turn, RefusalCode.UNAVAILABLE, message)

@@ -15,13 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from engine_actor.messages import RefusalCode, TurnRefused
+from engine_actor.messages import Failure, RefusalCode, TurnRefused
 from serve_app.ingress.disconnect import ClientGone
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 CLIENT_GONE = 499  # nobody is left to read a status; for the log only
 _MAX_MESSAGE = 1000
+_RETRY_SECONDS = 1.0
 
 
 class ApiError(Exception):
@@ -125,6 +126,21 @@ def refusal(refused: TurnRefused, prompt_param: str, default_retry: float) -> Ap
             return retry_later(429, refused.message, str(refused.code), seconds)
         case RefusalCode.UNAVAILABLE:
             return retry_later(503, refused.message, str(refused.code), seconds)
+
+
+def broken_off(failure: Failure, why: str) -> ApiError:
+    """What a client is told of an answer that was accepted and could not be completed."""
+    message = f"The answer could not be completed: {why}"
+    match failure:
+        case Failure.SESSION_DELETED:
+            return ApiError(410, message, code=str(failure))  # clients try a 409 again, and would bring it back
+        case Failure.GRAMMAR | Failure.CONTEXT_LENGTH:
+            return ApiError(400, message, code=str(failure))
+        case Failure.UNAVAILABLE:
+            return retry_later(503, message, str(failure), _RETRY_SECONDS)
+        case Failure.ENGINE:
+            headers = {"x-should-retry": "false"}  # for clients that try every 500 again
+            return ApiError(500, message, type=SERVER_ERROR, code=str(failure), headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

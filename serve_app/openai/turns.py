@@ -9,13 +9,14 @@ from typing import cast
 
 from engine_actor.messages import (
     EndReason,
+    Failure,
     TurnAccepted,
     TurnDelta,
     TurnEnded,
     TurnRefused,
     TurnTokens,
 )
-from serve_app.ingress.errors import SERVER_ERROR, ApiError, refusal
+from serve_app.ingress.errors import broken_off, refusal
 from serve_app.ingress.settings import IngressSettings
 from serve_app.interruption import Cancellation
 from serve_app.openai.choices import ChoiceText, Piece
@@ -88,7 +89,7 @@ async def answer_events(
     if answer.open and cancellation.requested:
         last = answer.cancel()
     if answer.open:
-        raise _failed("the engine went away")
+        raise broken_off(Failure.ENGINE, "the engine went away")
     for event in last:
         yield event
     yield answer.finished(accepted)
@@ -115,7 +116,7 @@ class _Answer:
         """Of a choice that has ended, by a stop string or by itself, nothing more is told: the engine can't cancel one
         choice alone."""
         if not isinstance(delta, TurnTokens | TurnEnded):
-            raise _failed("the engine broke the order of a turn")
+            raise broken_off(Failure.ENGINE, "the engine broke the order of a turn")
         text = self._texts[delta.choice]
         if isinstance(delta, TurnEnded) and delta.choice == 0 and delta.reason is not EndReason.FAILED:
             self._counts = delta
@@ -125,9 +126,7 @@ class _Answer:
             events: list[AnswerEvent] = [piece] if (piece := text.push(delta)) else []
             return [*events, self._end(delta.choice, "stop", text.generated)] if text.stopped else events
         if delta.reason is EndReason.FAILED:
-            # A 500 would be tried again, by clients and batch jobs, to fail again.
-            message = f"The answer could not be completed: {delta.message}"
-            raise ApiError(400, message, code="invalid_grammar") if delta.bad_grammar else _failed(delta.message)
+            raise broken_off(delta.failure, delta.message)
         events = [piece] if (piece := text.finish()) else []
         return [*events, self._end(delta.choice, str(delta.reason), delta.generated_tokens)]
 
@@ -158,9 +157,5 @@ async def _accepted(deltas: AsyncGenerator[TurnDelta, None], turn: Turn, setting
     if isinstance(first, TurnRefused):
         raise refusal(first, turn.prompt_param, settings.retry_after_seconds)
     if not isinstance(first, TurnAccepted):
-        raise _failed("the engine did not accept the turn")
+        raise broken_off(Failure.ENGINE, "the engine did not accept the turn")
     return first
-
-
-def _failed(message: str) -> ApiError:
-    return ApiError(500, f"The answer could not be completed: {message}", type=SERVER_ERROR, code="engine_failed")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.messages import EndReason, Failure, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
 from engine_actor.requests.outcomes import StepReport
 from serve_app.telemetry import metrics as m
 
@@ -58,7 +58,8 @@ class TurnWatch:
 
     def _note_end(self, delta: TurnEnded) -> None:
         self._open -= 1
-        self._metrics.add(m.SUCCESS, 1, _FINISHED[delta.reason])
+        wanted = delta.reason is EndReason.FAILED and delta.failure is Failure.SESSION_DELETED
+        self._metrics.add(m.SUCCESS, 1, ABORTED if wanted else _FINISHED[delta.reason])
         if delta.reason is not EndReason.FAILED:
             self._metrics.observe(m.REQUEST_GENERATION, delta.generated_tokens)
         if delta.choice == 0:

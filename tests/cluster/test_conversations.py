@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,3 +146,21 @@ async def test_sessions_are_listed_with_their_replica_and_can_be_dropped(http: h
     assert (await http.delete("/v1/sessions/listed")).status_code == 200
     assert "listed" not in {item["id"] for item in (await http.get("/v1/sessions")).json()["data"]}
     assert (await http.delete("/v1/sessions/listed")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_of_a_session_that_is_deleted_says_so_and_is_not_asked_for_again(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    session = f"deleted-{stream}"
+    body = {"messages": [user("Hello.")], "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    asking = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers={"x-session-id": session}))
+    while not any(item["id"] == session for item in (await http.get("/v1/sessions")).json()["data"]):
+        assert not asking.done()
+        await asyncio.sleep(0.02)
+    assert (await http.delete(f"/v1/sessions/{session}")).status_code == 200
+    answer = await asking
+    assert answer.status_code == (200 if stream else 410)
+    *_, last = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    assert json.loads(last)["error"]["code"] == "session_deleted"
+    assert session not in {item["id"] for item in (await http.get("/v1/sessions")).json()["data"]}

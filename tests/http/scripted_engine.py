@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from engine_actor.messages import (
     EndReason,
+    Failure,
     ForkOutcome,
     SessionInfo,
     TurnAccepted,
@@ -59,6 +60,7 @@ class ScriptedEngine:
     refusal_of   gives it for the ids of a prompt, or None
     fail_at      raise `error` before this delta (0: before TurnAccepted)
     failed       end with EndReason.FAILED and this message
+    failure      and this failure
     hold_at      before this delta wait for `release` (0: before TurnAccepted)
     """
 
@@ -75,6 +77,7 @@ class ScriptedEngine:
         self.fail_at: int | None = None
         self.error: BaseException = RuntimeError("scripted failure")
         self.failed: str | None = None
+        self.failure = Failure.ENGINE
         self.hold_at: int | None = None
         self.release = threading.Event()
         self.vanish = False
@@ -136,7 +139,8 @@ class ScriptedEngine:
         if self.vanish:
             return deltas
         if self.failed is not None:
-            return [*deltas, TurnEnded(EndReason.FAILED, prompt, CACHED, len(ids), self.failed, choice)]
+            failed = TurnEnded(EndReason.FAILED, prompt, CACHED, len(ids), self.failed, choice, self.failure)
+            return [*deltas, failed]
         return [*deltas, TurnEnded(reason, prompt, CACHED, len(ids), choice=choice)]
 
     async def sessions(self, owner: str) -> list[SessionInfo]:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from http_harness import CHAT, Server, error_of, events, streamed_text, wait_until
+from http_harness import CHAT, Server, error_of, events, named_events, streamed_text, wait_until
 
-from engine_actor.messages import RefusalCode, TurnRefused
+from engine_actor.messages import Failure, RefusalCode, TurnRefused
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,29 @@ def test_an_engine_that_fails_is_a_500_for_a_whole_answer(server: Server) -> Non
     assert response.status_code == 500
     assert error_of(response)["code"] == "engine_failed"
     assert "out of memory" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "type"),
+    [
+        (Failure.SESSION_DELETED, 410, "invalid_request_error"),
+        (Failure.GRAMMAR, 400, "invalid_request_error"),
+        (Failure.CONTEXT_LENGTH, 400, "invalid_request_error"),
+        (Failure.UNAVAILABLE, 503, "server_error"),
+        (Failure.ENGINE, 500, "server_error"),
+    ],
+)
+def test_the_end_of_an_answer_says_who_has_to_act(server: Server, failure: Failure, status: int, type: str) -> None:
+    server.engine.failed, server.engine.failure = "as scripted", failure
+    response = server.chat()
+    assert (response.status_code, error_of(response)["type"]) == (status, type)
+    assert error_of(response)["code"] == failure.value
+    assert ("retry-after" in response.headers) == (status == 503)
+    assert (response.headers.get("x-should-retry") == "false") == (status == 500)
+    assert events(server.chat(stream=True))[-1] == response.json()
+    last = named_events(server.respond("Hi", stream=True))[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"]["code"] == (failure.value if status < 500 else "server_error")
 
 
 @pytest.mark.parametrize("how", ["failed", "vanished", "raised"])

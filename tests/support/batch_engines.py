@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from engine_actor.messages import (
     EndReason,
+    Failure,
     RefusalCode,
     TurnAccepted,
     TurnDelta,
@@ -23,7 +24,7 @@ GOOD: list[TurnDelta] = [TurnAccepted("e", 2, 0), TurnTokens((7,)), TurnEnded(En
 STOPPED: list[TurnDelta] = [
     TurnAccepted("e", 2, 0),
     TurnTokens((7,)),
-    TurnEnded(EndReason.FAILED, 2, 0, 0, "the engine stopped", resumable=True),
+    TurnEnded(EndReason.FAILED, 2, 0, 0, "the engine stopped", failure=Failure.UNAVAILABLE),
 ]
 UNAVAILABLE: list[TurnDelta] = [TurnRefused(RefusalCode.UNAVAILABLE, "the engine stopped")]
 

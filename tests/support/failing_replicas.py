@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
+from engine_actor.messages import EndReason, Failure, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from serve_app.cluster.channel.call import TurnPlaced
 from serve_app.cluster.client import HandleEngineClient
@@ -71,7 +71,7 @@ class Call:
             await asyncio.Event().wait()
         if self._then == STOPS:
             self._then = None
-            return TurnEnded(EndReason.FAILED, 3, 0, 0, "the engine stopped", resumable=True)
+            return TurnEnded(EndReason.FAILED, 3, 0, 0, "the engine stopped", failure=Failure.UNAVAILABLE)
         raise StopAsyncIteration
 
     def cancel(self) -> None:

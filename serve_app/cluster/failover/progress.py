@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine_actor.messages import EndReason, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnRequest, TurnTokens
+from engine_actor.messages import (
+    EndReason,
+    Failure,
+    TurnAccepted,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnRequest,
+    TurnTokens,
+)
 
 
 class Progress:
@@ -59,17 +68,17 @@ class Progress:
             return []
         limit = self._request.max_generated_tokens
         full = refused is not None and refused.prompt_tokens == refused.limit
-        return self._end(EndReason.LENGTH, "") if full or 0 < limit <= self.delivered else []
+        return self._end(EndReason.LENGTH) if full or 0 < limit <= self.delivered else []
 
-    def fail(self, message: str) -> list[TurnEnded]:
+    def fail(self, failure: Failure, message: str) -> list[TurnEnded]:
         """The ends of the choices that were running."""
-        return self._end(EndReason.FAILED, message)
+        return self._end(EndReason.FAILED, message, failure)
 
-    def _end(self, reason: EndReason, message: str) -> list[TurnEnded]:
+    def _end(self, reason: EndReason, message: str = "", failure: Failure = Failure.ENGINE) -> list[TurnEnded]:
         assert self.accepted is not None
         self.complete = True
         prompt, cached = self.accepted.prompt_tokens, self.accepted.cached_tokens
         return [
-            TurnEnded(reason, prompt, cached, generated, message, choice)
+            TurnEnded(reason, prompt, cached, generated, message, choice, failure)
             for choice, generated in self._generated.items()
         ]

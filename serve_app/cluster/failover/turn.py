@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from engine_actor.messages import RefusalCode, TurnDelta, TurnEnded, TurnRefused, TurnRequest
+from engine_actor.messages import Failure, RefusalCode, TurnDelta, TurnEnded, TurnRefused, TurnRequest
 from serve_app.cluster.channel.call import ChannelCaller
 from serve_app.cluster.channel.inbox import ChannelLost
 from serve_app.cluster.failover.counters import FailoverCounters
@@ -37,6 +37,11 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.5  # lets the router lear
 _AT_ONCE_SECONDS = 1.0  # a refusal that comes later is that of a replica which had let the turn wait
 _RETRY_AFTER_SECONDS = 1.0
 _ELSEWHERE = frozenset({RefusalCode.QUEUE_FULL, RefusalCode.UNAVAILABLE})
+_FAILURES = {
+    RefusalCode.CONTEXT_LENGTH: Failure.CONTEXT_LENGTH,
+    RefusalCode.GRAMMAR: Failure.GRAMMAR,
+    RefusalCode.INVALID: Failure.ENGINE,  # another replica had nothing against it
+}
 _DIED = (RayActorError, BackPressureError, DeploymentUnavailableError, ChannelLost)
 
 
@@ -179,9 +184,9 @@ class FailoverTurn:
         if ends := progress.missing_end():
             return [*ends]
         if progress.accepted is not None and not progress.can_resume:
-            return [*progress.fail("the replica was lost in the middle of the answer")]
+            return [*progress.fail(Failure.UNAVAILABLE, "the replica was lost in the middle of the answer")]
         if self._losses_at_this_token == LOSSES_AT_A_TOKEN or self._losses == LOSSES:
-            return self._give_up(_unavailable("the replica was lost"))
+            return self._give_up(_unavailable(f"{self._losses} replicas were lost that had this turn"), Failure.ENGINE)
         self._note("goes on elsewhere" if progress.accepted else "is tried elsewhere", why)
         return []
 
@@ -196,12 +201,14 @@ class FailoverTurn:
     def _start_clock(self) -> None:
         self._deadline = asyncio.get_running_loop().time() + self._placement_timeout
 
-    def _give_up(self, refusal: TurnRefused) -> list[TurnDelta]:
+    def _give_up(self, refusal: TurnRefused, failure: Failure | None = None) -> list[TurnDelta]:
+        """`failure`: of a turn that was accepted, if it is another than that of its refusal."""
         logger.warning("turn %s is given up after %d tokens: %s", self._id, self._progress.delivered, refusal.message)
         if self._progress.accepted is None:
             self._progress.complete = True
             return [refusal]
-        return [*self._progress.fail(f"the answer could not be moved to another replica: {refusal.message}")]
+        failure = failure or _FAILURES.get(refusal.code, Failure.UNAVAILABLE)
+        return [*self._progress.fail(failure, f"it could not be moved to another replica: {refusal.message}")]
 
     def _note(self, what: str, why: str) -> None:
         where, delivered = self._replica or "on its way", self._progress.delivered

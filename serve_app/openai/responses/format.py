@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serve_app.ingress.errors import ApiError
+from serve_app.ingress.errors import SERVER_ERROR, ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
 from serve_app.openai.responses.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
@@ -63,7 +63,9 @@ class ResponseFormat:
         return self._events(*ends, {"type": last, "response": whole})
 
     def failed(self, error: ApiError) -> bytes:
-        said: dict[str, object] = {"code": "server_error", "message": error.message}
+        # The API has one code for all that is the server's to mend.
+        code = "server_error" if error.type == SERVER_ERROR else error.code
+        said: dict[str, object] = {"code": code, "message": error.message}
         whole = self._response(FAILED, output=self._output.items(INCOMPLETE), error=said)
         return self._events({"type": "response.failed", "response": whole})
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine_actor.actor.actor import EngineActor
-from engine_actor.messages import EndReason, HistorySpan, TurnEnded, TurnRequest, TurnTokens
+from engine_actor.messages import EndReason, Failure, HistorySpan, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
 from tests.support.doubles import MixingDecoder, SyntheticDecoder
@@ -234,4 +234,5 @@ async def test_a_replica_that_shuts_down_ends_its_turns_as_resumable_and_a_delet
     await actor.close_session("public", "s")
     await actor.stop()
     ends = [(await deleted).ended, (await stopped).ended]
+    assert [end is not None and end.failure for end in ends] == [Failure.SESSION_DELETED, Failure.UNAVAILABLE]
     assert [end is not None and end.resumable for end in ends] == [False, True]

@@ -11,6 +11,7 @@ import pytest
 
 from engine_actor.messages import (
     EndReason,
+    Failure,
     HistorySpan,
     RefusalCode,
     TurnAccepted,
@@ -133,7 +134,8 @@ async def test_a_sequence_that_is_as_long_as_it_can_be_has_ended(limit: int, rea
     replicas = Replicas(Script(7, DIES), *[Script(instead=[refused])] * 300)
     found = await told(replicas, placement_timeout=0.05)
     assert isinstance(found[-1], TurnEnded)
-    assert found[-1] == TurnEnded(reason, 3, 2, 5, found[-1].message)
+    assert found[-1] == TurnEnded(reason, 3, 2, 5, found[-1].message, failure=found[-1].failure)
+    assert reason is not EndReason.FAILED or found[-1].failure is Failure.CONTEXT_LENGTH
 
 
 async def test_history_that_a_replica_replaced_stays_replaced() -> None:
@@ -165,6 +167,7 @@ async def test_a_turn_that_loses_two_replicas_at_one_token_is_given_up(items: in
         assert isinstance(last, TurnRefused) and last.code is RefusalCode.UNAVAILABLE and last.retry_after
     else:
         assert isinstance(last, TurnEnded) and last.reason is EndReason.FAILED
+        assert last.failure is Failure.ENGINE, "what made it fatal happens again"
         assert (last.prompt_tokens, last.cached_tokens, last.generated_tokens) == (3, 2, 2)
 
 
@@ -195,8 +198,8 @@ async def test_several_choices_are_not_resumed() -> None:
     lost = "the replica was lost in the middle of the answer"
     assert found[: len(items)] == items
     assert found[len(items) :] == [
-        TurnEnded(EndReason.FAILED, 3, 2, 0, lost, 1),
-        TurnEnded(EndReason.FAILED, 3, 2, 2, lost, 2),
+        TurnEnded(EndReason.FAILED, 3, 2, 0, lost, 1, Failure.UNAVAILABLE),
+        TurnEnded(EndReason.FAILED, 3, 2, 2, lost, 2, Failure.UNAVAILABLE),
     ]
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnDelta, TurnEnded, TurnRefused, TurnTokens
+from engine_actor.messages import (
+    EndReason,
+    Failure,
+    RefusalCode,
+    TurnAccepted,
+    TurnDelta,
+    TurnEnded,
+    TurnRefused,
+    TurnTokens,
+)
 from engine_actor.requests.outcomes import Deferral, DeferralReason, StepOutcome, StepReport
 from serve_app.telemetry import metrics as m
 from serve_app.telemetry.observers import StepWatch, TurnWatch
@@ -158,10 +167,12 @@ def test_a_refused_turn_counts_by_its_code_and_nowhere_else() -> None:
     assert not exported.of("vllm_prompt_tokens")
 
 
-def test_a_failed_answer_counts_as_an_error() -> None:
+def test_a_failed_answer_counts_as_an_error_and_one_whose_session_is_deleted_as_aborted() -> None:
     exported = Exported()
     watch(exported, (0.0, TurnAccepted("r", 5, 0)), (1.0, TurnEnded(EndReason.FAILED, 5, 0, 0, "gone")))
-    assert exported.of("vllm_request_success") == {"error": 1}
+    deleted = TurnEnded(EndReason.FAILED, 5, 0, 0, "deleted", failure=Failure.SESSION_DELETED)
+    watch(exported, (0.0, TurnAccepted("r", 5, 0)), (1.0, deleted))
+    assert exported.of("vllm_request_success") == {"error": 1, "abort": 1}
 
 
 def test_a_step_is_split_into_model_and_host_and_its_deferrals_into_reasons() -> None:
