@@ -53,7 +53,8 @@ class PromptBuilder:
         except ChatTemplateError as error:
             self.why_no_chat = f"{error}. It serves /v1/completions only."
         else:
-            self._turn_ends = tokenizer.control_token_at(self._template.after_answer)
+            ends = tokenizer.control_token_at(self._template.after_answer)
+            self._turn_ends = ends - tokenizer.eos_token_ids
 
     def text(self, text: str, *, limit: int | None = None) -> Prompt:
         """A plain text, with BOS where the model wants one. Raises PromptTooLong where it is certain, before it is

@@ -17,12 +17,12 @@ import pytest
 from http_harness import CHAT, COMPLETIONS, RESPONSES, app_over, error_of
 
 from engine_actor.actor.actor import EngineActor
-from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import LoadedDecoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer
+from tests.support.engines import actor_options
 from tests.support.local_engine import LocalEngine
 from tests.support.prose import PROSE
 
@@ -69,7 +69,7 @@ async def opened(weights: TorchDecoder, prompts: PromptBuilder, tokens: int, **o
     decoder = TorchDecoder(weights._model, weights._device, weights._dtype)
     block_size = options.setdefault("block_size", BLOCK)
     actor = EngineActor(
-        ActorOptions(
+        actor_options(
             "smollm2",
             kv_memory=float(tokens // block_size * decoder.manifest.paged.block_bytes(block_size)),
             max_batch_size=4,

@@ -154,6 +154,6 @@ def test_the_token_by_which_the_template_ends_an_answer_ends_it(smollm2: Tokeniz
     base = Tokenizer(smollm2._backend, frozenset({0}), 1, smollm2.template, smollm2.special_tokens)
     assert PromptBuilder(base).chat(chat("Hi")).ends == {2}
     assert PromptBuilder(base).chat(chat("Hi", "Hello", "x")).ends == {2}
-    assert PromptBuilder(base).text("Hi").ends == frozenset()
+    assert PromptBuilder(base).text("Hi").ends == PromptBuilder(smollm2).chat(chat("Hi")).ends == frozenset()
     plain = with_template(smollm2, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
     assert plain.chat(chat("Hi")).ends == frozenset()
