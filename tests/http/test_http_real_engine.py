@@ -64,7 +64,9 @@ class Door:
 
 
 @asynccontextmanager
-async def opened(weights: TorchDecoder, prompts: PromptBuilder, tokens: int, **options: Any) -> AsyncIterator[Door]:
+async def opened(
+    weights: TorchDecoder, prompts: PromptBuilder, weights_path: Path, tokens: int, **options: Any
+) -> AsyncIterator[Door]:
     """`tokens`: places in the pool."""
     decoder = TorchDecoder(weights._model, weights._device, weights._dtype)
     block_size = options.setdefault("block_size", BLOCK)
@@ -82,7 +84,7 @@ async def opened(weights: TorchDecoder, prompts: PromptBuilder, tokens: int, **o
     await actor.start()
     try:
         client = LocalEngine(actor)
-        with app_over(client, prompts) as app:
+        with app_over(client, prompts, weights_path) as app:
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
                 ids = prompts.tokenizer.encode(PROSE * 20, special_tokens=False)
@@ -102,7 +104,7 @@ async def texts(door: Door, lengths: list[int]) -> list[str]:
     ids=["a small context", "a pool that is smaller than the context"],
 )
 async def test_every_length_is_answered_or_refused_as_it_should_be(
-    weights: TorchDecoder, prompts: PromptBuilder, places: int, max_model_len: int, limit: int
+    weights: TorchDecoder, prompts: PromptBuilder, smollm2_path: Path, places: int, max_model_len: int, limit: int
 ) -> None:
     fitting = [
         1,
@@ -111,9 +113,9 @@ async def test_every_length_is_answered_or_refused_as_it_should_be(
         limit - 2,
         limit - 1,
     ]
-    async with opened(weights, prompts, 256, block_size=256) as door:  # where no border is near
+    async with opened(weights, prompts, smollm2_path, 256, block_size=256) as door:  # where no border is near
         expected = await texts(door, fitting)
-    async with opened(weights, prompts, places, max_model_len=max_model_len) as door:
+    async with opened(weights, prompts, smollm2_path, places, max_model_len=max_model_len) as door:
         assert await texts(door, fitting[:-2]) == expected[:-2]  # computed
         assert await texts(door, fitting[:-2]) == expected[:-2]  # with what the first ones left
         for length, text in zip(fitting[-2:], expected[-2:], strict=True):
@@ -137,7 +139,7 @@ async def test_every_length_is_answered_or_refused_as_it_should_be(
 
 
 async def test_under_overload_each_answer_is_the_text_that_its_prompt_gets_alone(
-    weights: TorchDecoder, prompts: PromptBuilder
+    weights: TorchDecoder, prompts: PromptBuilder, smollm2_path: Path
 ) -> None:
     """Three times as many as run and wait; whoever is refused asks again."""
     lengths = [5 + 3 * i for i in range(18)]
@@ -151,10 +153,10 @@ async def test_under_overload_each_answer_is_the_text_that_its_prompt_gets_alone
             await asyncio.sleep(0.02)
         return str(answer.json()["choices"][0]["text"])
 
-    async with opened(weights, prompts, 1024) as door:
+    async with opened(weights, prompts, smollm2_path, 1024) as door:
         alone = [await insist(door, length) for length in lengths]
     assert not refusals
-    async with opened(weights, prompts, 1024, max_queued_turns=2) as door:
+    async with opened(weights, prompts, smollm2_path, 1024, max_queued_turns=2) as door:
         assert await asyncio.gather(*(insist(door, length) for length in lengths)) == alone
         assert refusals
         await door.assert_nothing_is_left()
@@ -215,10 +217,10 @@ async def by_id(door: Door) -> list[Said]:
 
 
 async def test_a_long_conversation_is_the_same_in_three_ways_and_computed_once(
-    weights: TorchDecoder, prompts: PromptBuilder
+    weights: TorchDecoder, prompts: PromptBuilder, smollm2_path: Path
 ) -> None:
     """At the same time, with salts so that none finds what another one has computed."""
-    async with opened(weights, prompts, 6144) as door:
+    async with opened(weights, prompts, smollm2_path, 6144) as door:
         ways = await asyncio.gather(by_history(door, None), by_history(door, "talk"), by_id(door))
         await door.assert_nothing_is_left(sessions=2)
     anonymous, session, chain = ways
