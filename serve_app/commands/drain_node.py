@@ -13,6 +13,7 @@ import psutil
 
 from serve_app.commands.console import fail, say, step
 from serve_app.commands.local_ray import prepare_environment
+from serve_app.commands.ray_address import BadAddress, find_ray, not_joined
 
 _HEAD = "node:__internal_head__"  # a resource that only the head node has
 # To Ray the words say why nothing can refuse: the machine is going.
@@ -21,14 +22,19 @@ _REASON = "DRAIN_NODE_REASON_PREEMPTION"
 
 def run(address: str, timeout: int) -> int:
     """The exit code: 0 when the node has ended, 1 if it could not be drained or has not ended after `timeout` seconds,
-    2 on a head node."""
+    2 on a head node, or for what is no address."""
     prepare_environment(address)
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        where = find_ray(address)
     except ConnectionError as error:
-        fail(f"no Ray node is here: {error}")
+        fail(str(error))
+        return 2 if isinstance(error, BadAddress) else 1
+    try:
+        ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # Ray has no type of its own for a cluster that cannot be joined
+        fail(str(not_joined(address, where, error)))
         return 1
     context = ray.get_runtime_context()
     node_id, gcs_address = context.get_node_id(), context.gcs_address

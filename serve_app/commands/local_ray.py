@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,15 +20,20 @@ from typing import Literal
 import psutil
 
 from serve_app.cluster.proxy.limits import CALLBACK, CALLBACK_VARIABLE
+from serve_app.commands.ray_address import find_ray, not_joined
+from serve_app.commands.ray_startup import attentive_start, first_line, import_ray_impatiently
 from serve_app.commands.tls import TlsFiles
-from serve_app.local_ports import is_loopback
 
 logger = logging.getLogger("moorage")
 
 APPLICATION = "moorage"
-_STARTS = 2
-_CONNECT_SECONDS = 5.0
 _END_SECONDS = 10.0
+
+Attempt = Callable[[str], AbstractContextManager[object]]
+
+
+def _unseen(name: str) -> AbstractContextManager[object]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,10 @@ def prepare_environment(address: str | None = None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A call that comes after the end must fail, not start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    if address is None:
+    if address is not None:
+        # Seconds, and attempts, to reach a cluster: what has accepted a connection and says nothing is none.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "3")
+    else:
         # What stands in Serve's proxy before Serve: bounds, and answers of ours in place of Serve's own.
         os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
         # Ray lets its workers yield to every other process (niceness 15); a server is what this machine is
@@ -55,8 +63,6 @@ def prepare_environment(address: str | None = None) -> None:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # A replica that fails its health checks has no turn left to finish: its resources are wanted by the next one.
         os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
-        # Seconds that a node may take to start: on a machine that is busy, Ray's 30 are too few.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         # Ray's switch for "this machine only", whatever its name says: node address and listeners are
         # loopback.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -65,20 +71,41 @@ def prepare_environment(address: str | None = None) -> None:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
+def start_ray(address: str | None, *, verbose: bool = False, attempt: Attempt = _unseen) -> RaySession:
     """Starts a Ray of our own, or joins the one at `address`. Of our own, one start may fail: on an overloaded machine
-    one of Ray's processes may be too slow for another. Raises ConnectionError if there is none, or if it does not start
-    in time."""
+    one of Ray's processes may be too slow for another. `attempt` is entered with the name of each attempt, and left
+    when that has ended. Raises BadAddress for what is no address, ConnectionError if there is none, or if it does not
+    start in time. Whatever it raises, no process of the attempt is left."""
     prepare_environment(address)
+    if address is not None:
+        with attempt(f"Ray at {address}"):
+            import_ray_impatiently()
+            where = find_ray(address)
+            try:
+                return _start_once(where, verbose)
+            except Exception as error:
+                raise not_joined(address, where, error) from error
+    try:
+        with attempt("Ray"):
+            import_ray_impatiently()
+            return _start_once(None, verbose)
+    except Exception as error:  # Ray has no type of its own for a start that failed
+        logger.warning("Ray did not start, and is started once more: %s", first_line(error))
+    try:
+        with attempt("Ray, once more"):
+            return _start_once(None, verbose)
+    except Exception as error:
+        raise ConnectionError(f"Ray did not start: {first_line(error)}. {_where_to_look()}") from error
+
+
+def _start_once(address: str | None, verbose: bool) -> RaySession:
     import ray
     from ray import serve  # noqa: F401  # sets up its logger when it is imported
 
     logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
-    if address is not None:
-        _require_answer(address)
-    for tries_left in reversed(range(1 if address else _STARTS)):
-        others = frozenset(psutil.Process().children(recursive=True))
-        try:
+    others = frozenset(psutil.Process().children(recursive=True))
+    try:
+        with attentive_start():
             context = ray.init(
                 address=address or "local",
                 namespace=APPLICATION,
@@ -86,15 +113,9 @@ def start_ray(address: str | None, *, verbose: bool = False) -> RaySession:
                 logging_level="INFO" if verbose else "ERROR",
                 **({} if address else {"include_dashboard": False}),
             )
-            break
-        except Exception as error:  # Ray has no type of its own for a start that failed
-            _shut_down(others)
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            if address:
-                raise ConnectionError(f"the Ray at {address} could not be joined: {reason}") from error
-            if not tries_left:
-                raise ConnectionError(f"Ray did not start: {reason}. {_where_to_look()}") from error
-            logger.warning("Ray did not start, and is started once more: %s", reason)
+    except BaseException:
+        _shut_down(others, patience=0.0)  # what has only begun to start has nothing to finish
+        raise
     return RaySession(owned=address is None, folder=context.address_info["session_dir"])
 
 
@@ -150,33 +171,19 @@ def remove_application(session: RaySession) -> None:
 
 def disconnect() -> None:
     """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined."""
-    _shut_down(frozenset())
+    _shut_down(frozenset(), patience=_END_SECONDS)
 
 
-def _shut_down(others: Collection[psutil.Process]) -> None:
-    """`others`: of our children, those that are none of Ray's."""
+def _shut_down(others: Collection[psutil.Process], *, patience: float) -> None:
+    """`others`: of our children, those that are none of Ray's. `patience`: seconds that the processes have to end by
+    themselves."""
     import ray
 
     # Before: what Ray's own processes started is nobody's child once they have ended.
     processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
     ray.shutdown()
-    _, left = psutil.wait_procs(processes, timeout=_END_SECONDS)
+    _, left = psutil.wait_procs(processes, timeout=patience)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=_END_SECONDS)
-
-
-def _require_answer(address: str) -> None:
-    """Ray itself tries for many minutes. Raises ConnectionError if nothing listens there."""
-    import ray
-
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():  # "auto" is found by Ray, or not at all
-        return
-    if is_loopback(host):  # as Ray does: a cluster knows its nodes by addresses that others can reach
-        host = ray.util.get_node_ip_address()
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(f"no Ray answers at {host}:{port}: {error}") from None

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from serve_app.cluster.proxy.limits import ProxyLimits
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
 from serve_app.commands.port_claim import claim_port, strangers_on
+from serve_app.commands.ray_address import BadAddress, require_address
 from serve_app.commands.tls import TlsFiles, tls_files
 from serve_app.config import AppArgs, describe_errors
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
@@ -86,7 +86,9 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
             if options.address is None:
                 held.enter_context(claim_port(options.host, options.port))
                 require_free_port(options.host, options.port)
-        except (StartFailed, BindRefused, ValueError) as error:
+            elif options.address != "auto":
+                require_address(options.address)
+        except (StartFailed, BindRefused, BadAddress, ValueError) as error:
             fail(str(error))
             return 2
         return _serve(options, args, tls, begun)
@@ -95,6 +97,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
 def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: float) -> int:
     """`begun`: when the command was, by the monotonic clock. The exit code."""
     session: RaySession | None = None
+    ready = False
     try:
         if options.address is None:
             for name, value in _proxy_limits(args).environment().items():
@@ -102,9 +105,7 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
             path = fetch_with_bar(args.model)
             if args.model not in KNOWN_MODELS:  # the workers have other working directories
                 args = args.model_copy(update={"model": str(path), "served_model_name": args.model_name()})
-        with step("Ray"):
-            session = start_ray(options.address, verbose=options.verbose)
-            _catch_signals()  # Ray has put handlers of its own in the place of ours
+        session = start_ray(options.address, verbose=options.verbose, attempt=step)
         with step(f"Serve on {options.host}:{options.port}"):
             session = start_serve(session, options.host, options.port, tls, args.log_format)
         check_gpus(args, _gpus_of_ray(), grows=options.address is not None)
@@ -119,17 +120,20 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
             )
         _print_facts(session)
         say(f"ready after {time.monotonic() - begun:.1f} s; try: {_curl(options, args)}")
+        ready = True
         return _watch()
     except (StartFailed, ModelStoreError, ConnectionError) as error:
         fail(str(error))
-        return 2 if isinstance(error, NoSuchModel) else 1
+        if session is None and options.address is not None:
+            say("without --address this command starts a Ray of its own")
+        return 2 if isinstance(error, NoSuchModel | BadAddress) else 1
     except KeyboardInterrupt:
+        if not ready:
+            say("interrupted while it started")
         return 0
     finally:
         if session is not None:
-            _stop(session)
-        elif "ray" in sys.modules:  # interrupted while it started
-            disconnect()
+            _stop(session, answering=ready)
 
 
 def _catch_signals() -> None:
@@ -289,8 +293,9 @@ def _watch() -> int:
             return 1
 
 
-def _stop(session: RaySession) -> None:
-    """Lets running answers end, for a while; another signal ends the wait. Then nothing of ours is left."""
+def _stop(session: RaySession, *, answering: bool) -> None:
+    """Lets running answers end, for a while; another signal ends the wait. Then nothing of ours is left. `answering`:
+    the server was ready, so that there may be answers."""
     begun = time.monotonic()
     hurry = threading.Event()
 
@@ -300,11 +305,15 @@ def _stop(session: RaySession) -> None:
 
     signal.signal(signal.SIGINT, again)
     signal.signal(signal.SIGTERM, again)
-    say(f"stopping; running answers have {DRAIN_SECONDS:.0f} s (Ctrl-C again: stop now)")
-    draining = threading.Thread(target=_drain, args=(session, hurry), name="drain", daemon=True)
-    draining.start()
-    while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:
-        draining.join(0.1)
+    if answering:
+        say(f"stopping; running answers have {DRAIN_SECONDS:.0f} s (Ctrl-C again: stop now)")
+    else:
+        say("stopping what was started")
+    if answering or not session.owned:  # a Ray of our own takes everything along
+        draining = threading.Thread(target=_drain, args=(session, hurry), name="drain", daemon=True)
+        draining.start()
+        while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:
+            draining.join(0.1)
     disconnect()
     say("stopped")
 

@@ -18,6 +18,7 @@ import httpx
 from serve_app.api import create_app
 from serve_app.commands.console import fail, fetch_with_bar, say, step
 from serve_app.commands.local_ray import disconnect, start_ray
+from serve_app.commands.ray_address import BadAddress
 from serve_app.commands.serve import StartFailed, read_args
 from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
@@ -95,7 +96,7 @@ def run(options: BatchOptions, flags: Mapping[str, Any]) -> int:
             counts = journal.finish(read_lines(source))
         except (StartFailed, ModelStoreError, ConnectionError) as error:
             fail(str(error))
-            return 2 if isinstance(error, NoSuchModel) else 1
+            return 2 if isinstance(error, NoSuchModel | BadAddress) else 1
         except (BatchStuck, JournalError, OSError) as error:
             fail(f"{error}; {_GOES_ON}")
             return 1
@@ -127,9 +128,7 @@ def _answer(batch: Batch) -> None:
     if args.model not in KNOWN_MODELS:  # actors have other working directories
         args = args.model_copy(update={"model": str(path), "served_model_name": args.model_name()})
     try:
-        with step("Ray"):
-            start_ray(batch.options.address, verbose=batch.options.verbose)
-            _catch_signals()  # Ray has put handlers of its own in the place of ours
+        start_ray(batch.options.address, verbose=batch.options.verbose, attempt=step)
         asyncio.run(_answer_all(batch, args, path))
     finally:
         disconnect()

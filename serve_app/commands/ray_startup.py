@@ -1,0 +1,106 @@
+"""`ray.init`, made to listen while it waits: to signals, and to the end of the processes that it waits for.
+
+By itself it waits for its node inside native calls of up to two minutes, in which Python runs no handler of a signal,
+and it goes on waiting when the node has ended. And it puts a SIGTERM handler of its own in the place of ours. Ray has
+no setting for either, so three functions of its start are replaced while it runs; `pyproject.toml` pins the version.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+# Seconds that a node may take to start: on a machine that is busy, Ray's 30 are too few.
+NODE_SECONDS = 120.0
+# Of one native call, after which Python looks at signals and at the processes.
+_PIECE_SECONDS = 1
+_WAIT_VARIABLE = "RAY_raylet_start_wait_time_s"
+_NEEDED = {"raylet": "Ray's node process (raylet)", "gcs_server": "Ray's head process (gcs_server)"}
+
+
+class RayEnded(Exception):
+    """A process that the start needs has ended; the message says which one, and how."""
+
+
+def import_ray_impatiently() -> None:
+    """Imports Ray such that a native call of this process waits for one piece only. Ray's own processes have the value
+    that is in the environment now, or the long one."""
+    kept = os.environ.get(_WAIT_VARIABLE) or f"{NODE_SECONDS:.0f}"
+    os.environ[_WAIT_VARIABLE] = str(_PIECE_SECONDS)
+    try:
+        from ray._raylet import Config
+
+        Config.raylet_client_num_connect_attempts()  # its settings are read from the environment once, at the first use
+    finally:
+        os.environ[_WAIT_VARIABLE] = kept
+
+
+@contextmanager
+def attentive_start() -> Iterator[None]:
+    """Around `ray.init`: signals are handled within a second or two, and RayEnded is raised as soon as a process of the
+    new Ray has ended."""
+    from ray._private import node, services, utils
+
+    earlier = {child.pid for child in psutil.Process().children()}
+    get_node, wait_for_port = services.get_node, node.wait_for_persisted_port
+
+    def get_node_in_pieces(*arguments: Any) -> Any:
+        return _in_pieces(lambda: get_node(*arguments), float(os.environ[_WAIT_VARIABLE]), earlier)
+
+    def wait_for_port_in_pieces(*arguments: Any, timeout_ms: int, **options: Any) -> Any:
+        piece = min(timeout_ms, 1000 * _PIECE_SECONDS)
+        return _in_pieces(lambda: wait_for_port(*arguments, timeout_ms=piece, **options), timeout_ms / 1000, earlier)
+
+    with (
+        _replaced(services, "get_node", get_node_in_pieces),
+        _replaced(node, "wait_for_persisted_port", wait_for_port_in_pieces),
+        _replaced(utils, "set_sigterm_handler", lambda handler: None),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    kept = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)
+
+
+def _in_pieces(call: Callable[[], Any], seconds: float, earlier: set[int]) -> Any:
+    """`call` until it raises no RuntimeError, for so many seconds. `earlier`: children that are not of this start."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except RuntimeError as error:
+            _require_running(earlier)
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"Ray's node was not there after {seconds:.0f} s: {first_line(error)}") from error
+
+
+def _require_running(earlier: set[int]) -> None:
+    """Raises RayEnded. Looks without reaping: that is for whoever started the process."""
+    for child in psutil.Process().children():
+        if child.pid in earlier:
+            continue
+        try:
+            what = _NEEDED.get(child.name())
+            ended = what and os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            continue
+        if ended:
+            how = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
+            raise RayEnded(f"{what} has ended with {how} {ended.si_status}")
+
+
+def first_line(error: BaseException) -> str:
+    """What Ray says, without the advice that it adds."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
