@@ -33,7 +33,7 @@ def import_ray_impatiently() -> None:
     kept = os.environ.get(_WAIT_VARIABLE) or f"{NODE_SECONDS:.0f}"
     os.environ[_WAIT_VARIABLE] = str(_PIECE_SECONDS)
     try:
-        from ray._raylet import Config
+        from ray._raylet import Config  # type: ignore[attr-defined]  # its stub leaves it out
 
         Config.raylet_client_num_connect_attempts()  # its settings are read from the environment once, at the first use
     finally:

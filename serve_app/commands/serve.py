@@ -130,6 +130,8 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
     except KeyboardInterrupt:
         if not ready:
             say("interrupted while it started")
+        if session is None:
+            say("stopped")
         return 0
     finally:
         if session is not None:

@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.timeout(400)
@@ -36,6 +38,16 @@ def carriers(token: str) -> list[int]:
         except OSError:  # it ended between the two looks
             continue
     return found
+
+
+def node_process(server: subprocess.Popen[str]) -> psutil.Process:
+    """Ray's, of a server that starts, as soon as it is there."""
+    while server.poll() is None:
+        for child in psutil.Process(server.pid).children():
+            if child.name() == "raylet":
+                return child
+        time.sleep(0.02)
+    pytest.fail(f"the server ended: {server.communicate()[0]}")
 
 
 @contextmanager
@@ -69,10 +81,12 @@ def nothing_is_left(token: str) -> bool:
 
 
 def test_it_becomes_ready_answers_the_curl_it_prints_and_stops_without_a_trace(smollm2_path: Path) -> None:
-    """Its port is its own while it starts, too: another server is told so."""
+    """Its port is its own while it starts, too: another server is told so. A Ray whose node process ends while it
+    starts is started again at once."""
     token, port = secrets.token_hex(32), free_port()
     with serving(token, "--model", "smollm2", "--kv-memory", "64MiB", port=port) as process:
         assert process.stdout is not None
+        node_process(process).kill()
         lines = [process.stdout.readline()]
         with serving(secrets.token_hex(32), "--model", "smollm2", port=port) as second:
             said, _ = second.communicate(timeout=60)
@@ -84,6 +98,9 @@ def test_it_becomes_ready_answers_the_curl_it_prints_and_stops_without_a_trace(s
                 break
         printed = "".join(lines)
         assert printed.count("ready after") == 1, printed
+        assert "started once more: Ray's node process (raylet) has ended with signal 9" in printed
+        assert re.search(r"^x Ray [\d.]+ s$", printed, re.MULTILINE), printed
+        assert re.search(r"^\+ Ray, once more [\d.]+ s$", printed, re.MULTILINE), printed
         assert "blocks of 16" in printed
         assert "longest prompt" in printed
         curl = shlex.split(lines[-1].partition("try: ")[2])
@@ -95,6 +112,19 @@ def test_it_becomes_ready_answers_the_curl_it_prints_and_stops_without_a_trace(s
         rest, _ = process.communicate(timeout=90)
         assert process.returncode == 0, rest
         assert rest.rstrip().endswith("stopped")
+    assert nothing_is_left(token), carriers(token)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_it_with_a_word_and_leaves_nothing(number: signal.Signals) -> None:
+    token = secrets.token_hex(32)
+    with serving(token, "--model", "smollm2") as process:
+        node = node_process(process)
+        node.suspend()  # it will not be ready, however fast the machine is
+        os.killpg(process.pid, number)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, printed
+    assert re.fullmatch(r"x Ray [\d.]+ s\ninterrupted while it started\nstopped\n", printed), printed
     assert nothing_is_left(token), carriers(token)
 
 

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ class Starter:
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "prepare_environment", lambda _: None)
     monkeypatch.setattr(local_ray, "_END_SECONDS", 0.2)
-    monkeypatch.setattr(local_ray, "_require_answer", lambda _: None)
+    monkeypatch.setattr(local_ray, "find_ray", lambda address: address)
 
 
 @pytest.fixture
@@ -77,8 +78,19 @@ def test_one_start_may_fail_and_leaves_nothing_behind(
 ) -> None:
     starter = Starter(failure, None)
     put(starter, monkeypatch)
+    attempts: list[str] = []
+
+    @contextmanager
+    def attempt(name: str) -> Iterator[None]:
+        """As a step: when the second begins, the first has ended, and so have its processes."""
+        try:
+            yield
+        finally:
+            attempts.append(f"{name}: {sum(process.poll() is None for process in starter.processes)} alive")
+
     with caplog.at_level(logging.WARNING, "moorage"):
-        assert start_ray(None) == RaySession(owned=True, folder="/logs")
+        assert start_ray(None, attempt=attempt) == RaySession(owned=True, folder="/logs")
+    assert attempts == ["Ray: 0 alive", "Ray, once more: 1 alive"]
     assert starter.addresses == ["local", "local"]
     assert starter.alive_at_start == [0, 0] and starter.shutdowns == 1
     assert starter.processes[1].poll() is None and other.poll() is None
@@ -106,7 +118,7 @@ def test_a_second_failure_says_what_to_look_at(
 def test_a_cluster_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     starter = Starter(RuntimeError("wrong token"))
     put(starter, monkeypatch)
-    with pytest.raises(ConnectionError, match=r"the Ray at 10\.0\.0\.1:6379 could not be joined: wrong token"):
+    with pytest.raises(ConnectionError, match=r"what answers at 10\.0\.0\.1:6379 could not be joined: wrong token"):
         start_ray("10.0.0.1:6379")
     assert starter.addresses == ["10.0.0.1:6379"]
 
@@ -117,9 +129,11 @@ def test_nothing_is_tried_again_when_it_is_interrupted(monkeypatch: pytest.Monke
 
     def interrupt(**_: Any) -> None:
         starter.addresses.append("local")
+        starter.processes.append(subprocess.Popen(SLEEP))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ray, "init", interrupt)
     with pytest.raises(KeyboardInterrupt):
         start_ray(None)
     assert starter.addresses == ["local"]
+    assert not psutil.pid_exists(starter.processes[0].pid)
