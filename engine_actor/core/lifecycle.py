@@ -327,7 +327,7 @@ class Lifecycle:
     def _discard(self, record: RequestRecord) -> None:
         self.events.purge(record)
         self.requests.rest(record)
-        if self.cache.table(record.id) is not None:
+        if self.cache.owns_memory(record.id):
             self.cache.remove(record.id)
         del self.requests.records[record.id]
         record.status = RequestStatus.CLOSED

@@ -164,12 +164,20 @@ class CacheManager:
             assert self.is_committed_row(request_id, last), f"position {last} of request {request_id} is not valid"
             table.indexed = self.index.insert(salt, tokens, table.blocks[:full], first, table.indexed)
 
+    def owns_memory(self, request_id: int) -> bool:
+        """A resident owns some of every kind; after a step that could not be undone in whole, a request may own only
+        what that step failed to give back."""
+        return any(kind.owns(request_id) for kind in self._kinds())
+
     def remove(self, request_id: int) -> None:
-        self.paged.remove(request_id)
-        if self.states is not None:
-            self.states.remove(request_id)
-        if self.windows is not None:
-            self.windows.remove(request_id)
+        """Releases what a request owns, of every kind (F176)."""
+        assert self.owns_memory(request_id)
+        for kind in self._kinds():
+            if kind.owns(request_id):
+                kind.remove(request_id)
+
+    def _kinds(self) -> list[PagedCache | FixedStates | WindowRings]:
+        return [kind for kind in (self.paged, self.states, self.windows) if kind is not None]
 
     def truncate(self, request_id: int, positions: int) -> int:
         """Keeps at most `positions` valid positions and returns how many stay valid. Of a model with a state that is

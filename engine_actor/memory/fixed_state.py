@@ -88,6 +88,9 @@ class FixedStates:
 
     # -- between steps ------------------------------------------------------------------------------------------------
 
+    def owns(self, request_id: int) -> bool:
+        return request_id in self._tables
+
     def remove(self, request_id: int) -> None:
         """Releases a request's slots; a shared one survives with its other owners (F342)."""
         assert self._live is None

@@ -183,6 +183,9 @@ class PagedCache:
 
     # -- between steps --------------------------------------------------------------------------------------------
 
+    def owns(self, request_id: int) -> bool:
+        return self.table(request_id) is not None
+
     def remove(self, request_id: int) -> None:
         """Releases a resident's blocks, tail first; shared ones survive with their other owners (F342)."""
         self._refuse_during_step()

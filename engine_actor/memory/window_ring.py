@@ -99,6 +99,9 @@ class WindowRings:
 
     # -- between steps ------------------------------------------------------------------------------------------------
 
+    def owns(self, request_id: int) -> bool:
+        return request_id in self._rings
+
     def remove(self, request_id: int) -> None:
         assert self._live is None
         self.drop(request_id)

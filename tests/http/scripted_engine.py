@@ -124,6 +124,7 @@ class ScriptedEngine:
 
     def _choice(self, request: TurnRequest, choice: int) -> list[TurnDelta]:
         prompt, reply = len(request.prompt_ids), self.reply if self.replies is None else self.replies[choice]
+        cached = prompt - 1 if choice else CACHED  # the others share the prompt that the first has computed
         if self.reply_to is not None:
             reply = self.reply_to(request.prompt_ids)
         limit = request.max_generated_tokens or len(reply)
@@ -139,9 +140,9 @@ class ScriptedEngine:
         if self.vanish:
             return deltas
         if self.failed is not None:
-            failed = TurnEnded(EndReason.FAILED, prompt, CACHED, len(ids), self.failed, choice, self.failure)
+            failed = TurnEnded(EndReason.FAILED, prompt, cached, len(ids), self.failed, choice, self.failure)
             return [*deltas, failed]
-        return [*deltas, TurnEnded(reason, prompt, CACHED, len(ids), choice=choice)]
+        return [*deltas, TurnEnded(reason, prompt, cached, len(ids), choice=choice)]
 
     async def sessions(self, owner: str) -> list[SessionInfo]:
         return [info for info in self.known_sessions if info.owner == owner]

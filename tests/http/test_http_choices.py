@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 from http_harness import MODEL, Server, error_of, events
+from scripted_engine import CACHED
 
 TEXTS = ["One 😀 two.", "A longer answer, 中文字 too, that goes on for some more tokens.", ""]
 
@@ -76,6 +77,19 @@ def test_usage_counts_the_prompt_once_and_all_answers(three: Server) -> None:
     assert usage["prompt_tokens"] == len(three.engine.requests[-1].prompt_ids)
     last = events(three.chat(n=3, stream=True, stream_options={"include_usage": True}))[-2]
     assert last["choices"] == [] and last["usage"] == usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_the_cached_part_of_the_prompt_is_what_the_first_choice_found(three: Server, last: int, stream: bool) -> None:
+    """Whichever choice ends last. The others share the prompt that the first one computed."""
+    replies = three.engine.replies or []
+    three.engine.replies = [reply * (3 if choice == last else 1) for choice, reply in enumerate([replies[1]] * 3)]
+    if stream:
+        usage = events(three.chat(n=3, stream=True, stream_options={"include_usage": True}))[-2]["usage"]
+    else:
+        usage = three.chat(n=3).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": CACHED}
 
 
 def test_tokens_after_a_stop_string_are_not_counted(three: Server) -> None:

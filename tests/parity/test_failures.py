@@ -19,8 +19,10 @@ from engine_actor.errors import (
     OutOfBlocks,
     RetryableStepError,
 )
+from engine_actor.memory.fixed_state import StateReservation
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation
+from engine_actor.memory.window_ring import WindowReservation
 from engine_actor.options import TurnOptions
 from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import StepOutcome
@@ -28,7 +30,19 @@ from engine_actor.requests.record import FinishReason, RequestStatus, TokenHisto
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
-from tests.support.doubles import P10, P20, P30, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.doubles import (
+    P10,
+    P20,
+    P30,
+    ForcedDecoder,
+    RecurrentDecoder,
+    SyntheticDecoder,
+    WindowedDecoder,
+    build_engine,
+    run_out,
+    solo,
+    tokens_of,
+)
 
 FAILED = EventFlags.TURN_FINISHED | EventFlags.FAILED
 
@@ -50,6 +64,12 @@ def mixed_engine(decoder: ForcedDecoder) -> tuple[Engine, list[Request]]:
     engine.run(8)
     y.begin_turn(P20)
     return engine, [x, y, z]
+
+
+def memory_of(engine: Engine) -> list[int | None]:
+    """Blocks, state slots and rings that a step could take."""
+    cache = engine._cache
+    return [cache.pool.free_count, cache.available_slots, cache.available_rings]
 
 
 def expect_stopped(engine: Engine, decoder: ForcedDecoder, cause: str) -> None:
@@ -311,6 +331,53 @@ def test_a_failure_before_commit_leaves_committed_state_intact(
         engine.run(8)
     assert [(r.tokens, r.num_computed_tokens, engine.blocks_of(r)) for r in (x, y, z)] == before
     assert engine.stats()["blocks_free"] == free
+
+
+@pytest.mark.parity("F163", "F144")
+@pytest.mark.parametrize("decoder", [ForcedDecoder(), RecurrentDecoder(), WindowedDecoder()])
+def test_a_rollback_that_cannot_restore_a_sequence_still_gives_the_memory_of_its_step_back(
+    monkeypatch: pytest.MonkeyPatch, decoder: SyntheticDecoder
+) -> None:
+    engine = build_engine(decoder, chunk_size=8)
+    running, new = (engine.create_request() for _ in range(2))
+    running.begin_turn([4] * 8)
+    engine.run(8)  # the next token of it needs a block
+    new.begin_turn([6] * 10)
+    before = memory_of(engine)
+    decoder.fail_next = lambda: RetryableStepError("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenHistory, "unstage", raising(RuntimeError("injected")))
+        engine.run(8)
+    assert engine.fatal_error is not None
+    assert memory_of(engine) == before
+    engine._cache.check_integrity()
+    running.close()
+    new.close()
+    engine._cache.check_integrity()
+
+
+@pytest.mark.parity("F163", "F144", "F176")
+@pytest.mark.parametrize(
+    ("decoder", "failing"),
+    [(RecurrentDecoder(), Reservation), (RecurrentDecoder(), StateReservation), (WindowedDecoder(), WindowReservation)],
+)
+def test_one_kind_of_memory_that_cannot_be_given_back_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch, decoder: SyntheticDecoder, failing: type
+) -> None:
+    engine = build_engine(decoder, chunk_size=8)
+    request = engine.create_request()
+    request.begin_turn([4] * 10)
+    before = memory_of(engine)
+    decoder.fail_next = lambda: RetryableStepError("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(failing, "release", raising(RuntimeError("injected")))
+        engine.run(8)
+    assert engine.fatal_error is not None
+    kept = [now != free for now, free in zip(memory_of(engine), before, strict=True)]
+    assert kept == [failing is Reservation, failing is StateReservation, failing is WindowReservation]
+    request.close()
+    assert memory_of(engine) == before
+    engine._cache.check_integrity()
 
 
 @pytest.mark.parity("F178")

@@ -134,6 +134,27 @@ def test_a_reservation_leaves_committed_tables_alone_and_its_release_returns_all
     cache.check_integrity()
 
 
+@pytest.mark.parity("F129", "F138")
+@pytest.mark.parametrize("failing", ["pool", "room", "pin"])
+def test_a_reservation_that_fails_owns_nothing_of_the_prefixes_that_it_found(failing: str) -> None:
+    """Blocks that new rows adopt are pinned before others are taken, and given back where these can't be had."""
+
+    def make_room(_: int) -> None:
+        if failing == "room":
+            raise RuntimeError("no room")
+
+    cache = PagedCache(BlockPool(6, 0, "lowest"), 4, make_room)
+    shared = cache.pool.allocate(2)  # somebody holds them: the prefix index, or another request
+    before = state_of(cache)
+    adopting = [row_of(X, True, 8, 9, 20, (0, 1)), row_of(Y, True, 4, 5, 12, (5,) if failing == "pin" else (0,))]
+    with pytest.raises(RuntimeError if failing == "room" else OutOfBlocks if failing == "pool" else ContractViolation):
+        cache.reserve(adopting)
+    assert state_of(cache) == before
+    cache.pool.free(shared)
+    assert cache.pool.free_count == 6
+    cache.check_integrity()
+
+
 @pytest.mark.parity("F151", "F148")
 def test_one_reservation_lives_at_a_time() -> None:
     cache = genai(6)

@@ -14,10 +14,11 @@ from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.layout import PoolGeometry
 from engine_actor.memory.sizing import blocks_in_share
 from engine_actor.memory.window_ring import WindowRings, ring_blocks
+from engine_actor.options import TurnOptions
 from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
-from tests.support.doubles import SyntheticDecoder, WindowedDecoder, solo
+from tests.support.doubles import SyntheticDecoder, WindowedDecoder, WindowedMixingDecoder, solo
 from tests.support.engine_room import LOWEST, Room, row_of
 from tests.support.engines import engine_of
 
@@ -47,9 +48,24 @@ def test_wr01_blocks_of_a_ring() -> None:
 
 
 @pytest.mark.parity("F225")
-def test_wr02_a_position_lives_at_its_remainder() -> None:
-    assert all(ring_slot([0, 1], p, 256) == p % 512 for p in range(4000))
-    assert ring_slot([0, 1, 2], 0, 8) == ring_slot([0, 1, 2], 24, 8) != ring_slot([0, 1, 2], 23, 8)
+@pytest.mark.parametrize(("window", "block", "chunk"), [(3, 4, 4), (5, 2, 3), (4, 3, 1)])
+def test_a_position_lives_in_its_remainder_of_the_ring(window: int, block: int, chunk: int) -> None:
+    room = Room(WindowedDecoder(window=window), chunk_size=chunk, block_size=block)
+    decoder, windows = room.decoder, room.cache.windows
+    assert isinstance(decoder, WindowedDecoder) and windows is not None
+    requests = [room.add([5 + i, 9, 13, 2, 4, 6, 8], max_generated_tokens=30) for i in range(2)]
+    while room.engine.has_pending_requests():
+        room.step()
+        for request in requests:
+            ring, computed = windows.blocks(request.id), request.num_computed_tokens
+            for p in range(max(0, computed - window), computed):
+                at = p % (len(ring) * block)
+                assert decoder.rings[ring[at // block], at % block] == request.tokens[p]
+        table = decoder.steps[-1].windowed_table
+        assert table is not None
+        for row, request in zip(table.tolist(), requests, strict=True):
+            ring = windows.blocks(request.id)
+            assert row == [ring[column % len(ring)] for column in range(len(row))]
 
 
 @pytest.mark.parity("F227")
@@ -327,6 +343,21 @@ def test_a_rewind_goes_no_further_back_than_the_ring_does() -> None:
         while request.current_length == length + 2:
             room.step()
         assert request.tokens[: length + 3] == [*kept, 6, 2, *solo([*kept, 6, 2], 1)]
+
+
+@pytest.mark.parity("F227")
+@pytest.mark.parametrize("first", range(1, 12))
+def test_a_second_rewind_remembers_what_the_first_left_behind(first: int) -> None:
+    """What a ring had written before a rewind stays overwritten, however little is written after it."""
+    for second in range(1, first + 2):
+        room, fresh = (Room(WindowedMixingDecoder(eos=99), chunk_size=4) for _ in range(2))
+        request = room.dormant([5, 9, 13, 2], generated=8)
+        for length in (first, second):
+            request.rewind(length)
+            room.engine.check_integrity()
+            request.begin_turn([6], TurnOptions(1))
+            room.run_out()
+        assert request.tokens == fresh.dormant(request.tokens[:-1]).tokens, f"after rewinds to {first} and {second}"
 
 
 @pytest.mark.parity("F343")

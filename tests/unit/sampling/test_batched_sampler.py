@@ -110,6 +110,15 @@ def test_top_p_is_taken_over_what_top_k_left() -> None:
     assert {sample_one(logits, SamplingParams(1.0, 0, 0.6), p) for p in range(200)} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4)])
+def test_a_share_that_is_reached_exactly_is_enough(top_k: int, top_p: float, kept: int) -> None:
+    # Four of equal weight: every border lies exactly between two of them, with and without top_k.
+    logits = np.array([-np.inf, 2.0, 2.0, -np.inf, 2.0, 2.0])
+    drawn = {sample_one(logits, SamplingParams(1.0, top_k, top_p), p) for p in range(200)}
+    assert drawn == set([1, 2, 4, 5][:kept])
+
+
 @pytest.mark.parity("F256")
 @pytest.mark.parametrize(
     ("params", "greedy"),

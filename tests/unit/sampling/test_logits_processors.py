@@ -57,6 +57,21 @@ def test_bias_is_added() -> None:
     assert processed(row(1, 2, 3), [], logit_bias=((0, 5.0), (2, -100.0))) == [6.0, 2.0, -97.0]
 
 
+def test_bias_comes_before_penalties_and_bans() -> None:
+    bias = ((0, 5.0), (1, -3.0), (2, 9.0))
+    assert processed(row(1, 1, 1), [0, 1], repetition_penalty=2.0, logit_bias=bias) == [3.0, -4.0, 10.0]
+    assert processed(row(1, 1, 1), [0, 1], banned={2}, repetition_penalty=0.5, logit_bias=bias) == [
+        12.0,
+        -1.0,
+        -math.inf,
+    ]
+
+
+def test_the_repetition_penalty_comes_before_those_of_the_output() -> None:
+    out = processed(row(4, -2, 3), [0, 1], generated=2, repetition_penalty=2.0, presence_penalty=1.0)
+    assert out == [4 / 2 - 1, -2 * 2 - 1, 3.0]
+
+
 @pytest.mark.parity("F281")
 def test_rows_are_changed_by_their_own_rules_and_the_caller_s_logits_stay() -> None:
     logits = np.stack([row(4, 3, 1), row(4, 3, 1), row(4, 3, 1)])
