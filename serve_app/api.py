@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI
 
 from serve_app.ingress.auth import ApiKeys, AuthMiddleware
@@ -25,12 +27,19 @@ from serve_app.openai.sessions import sessions_router
 from serve_app.openai.tokens import tokens_router
 
 
-def create_app(desk: Desk, side: SideProcess, client: EngineClient, store: ResponseStore) -> FastAPI:
-    """The OpenAI-compatible API of one model. The app owns none of what it is given."""
+def create_app(
+    desk: Desk,
+    side: SideProcess,
+    client: EngineClient,
+    store: ResponseStore,
+    count_left_out: Callable[[int], None] | None = None,
+) -> FastAPI:
+    """The OpenAI-compatible API of one model. The app owns none of what it is given. `count_left_out` takes how many
+    fields of a request's tools its answer is not kept to."""
     settings = desk.settings
     # The pages of interactive documentation load scripts from elsewhere, so they are off.
     app = FastAPI(title="Moorage", docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS)
-    services = Services(desk, side, client, store, TurnSlots(settings))
+    services = Services(desk, side, client, store, TurnSlots(settings), count_left_out)
     app.include_router(health_router(settings, client))
     app.include_router(models_router(services))
     app.include_router(chat_router(services))

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
+from ray.util.metrics import Counter
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
@@ -254,10 +255,14 @@ class Ingress:
             starts_on_demand=args.starts_on_demand,
         )
         self._store = HandleResponseStore(responses, timeout=STORE_TIMEOUT_SECONDS)
+        self._left_out = Counter(
+            "moorage_schema_parts_left_out",
+            description="Fields of tools' schemas that no grammar can keep to, in requests that do not ask for strict.",
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this when the constructor is done."""
-        return create_app(self._desk, self._side, self._client, self._store)
+        return create_app(self._desk, self._side, self._client, self._store, self._left_out.inc)
 
     def __del__(self) -> None:
         """Serve calls this when the process stops, after its requests have ended."""

@@ -93,6 +93,11 @@ class RequestLimits(BaseModel):
     max_grammar_bytes: int = Field(
         256 * 2**10, ge=1, description="Longest grammar that an answer may follow, such as a JSON schema."
     )
+    open_objects: bool = Field(
+        False,
+        description="Whether objects of a schema that lists properties, and says nothing of additionalProperties, may "
+        "have others. A small model then invents names.",
+    )
     max_choices: int = Field(8, ge=1, le=1024, description="Most answers to one prompt (n).")
     max_prompts: int = Field(128, ge=1, le=4096, description="Most prompts in one request to /v1/completions.")
     max_top_logprobs: int = Field(20, ge=0, le=1024, description="Most tokens that logprobs name for each place.")

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 
 from serve_app.openai.desk import Desk
 from serve_app.openai.formats import AnswerFormat
+from serve_app.openai.grammars import answer_grammar
 from serve_app.openai.identity import TurnIdentity, engine_owner, identify
 from serve_app.openai.protocol import GenerationRequest
 from serve_app.openai.turn_request import Turn, make_turn, sampling_of
@@ -40,6 +41,7 @@ class Prepared:
     """A request, read: its turns, and how their answer is written, given the spelling of tokens.
 
     session   hash of the session, for the log
+    left_out  fields of the tools that the grammar does not keep to
     choices   answers to each prompt
     """
 
@@ -48,6 +50,7 @@ class Prepared:
     choices: int
     stream: bool
     session: str | None
+    left_out: tuple[str, ...]
 
 
 def prepared(
@@ -57,7 +60,8 @@ def prepared(
     turns: Sequence[tuple[Asked, TurnIdentity]],
     writes: Callable[[TokenBytes], AnswerFormat],
 ) -> Prepared:
-    """Raises ApiError for a prompt that can't be served."""
+    """Raises ApiError for a grammar or a prompt that can't be served."""
+    grammar = answer_grammar(body, desk.settings)
     made = [
         make_turn(
             body,
@@ -68,13 +72,15 @@ def prepared(
             tenant=circumstances.tenant,
             prompt_param=asked.param,
             settings=desk.settings,
+            guidance=None if grammar is None else grammar.guidance,
             limit=circumstances.limit,
         )
         for asked, identity in turns
     ]
     named = next((identity for _, identity in turns if identity.session_id is not None), None)
     session = None if named is None else named.routing_key[:12]
-    return Prepared(tuple(made), writes, body.choices, bool(body.stream), session)
+    left_out = () if grammar is None else grammar.left_out
+    return Prepared(tuple(made), writes, body.choices, bool(body.stream), session, left_out)
 
 
 def identity_of(

@@ -15,11 +15,11 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine_actor.options import MAX_INT32, Guidance, GuidanceKind
+from engine_actor.options import MAX_INT32
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.strict import Strict, Text, checked_text, refuse, whole_text
 from serve_app.openai.structured import Named, StructuredOutputs, WantedFormat, chosen_grammar
-from serve_app.openai.tools import ChosenTool, Function, PastCall, Tool, ToolChoice, calling_grammar
+from serve_app.openai.tools import ChosenTool, Function, PastCall, Tool, ToolChoice
 from serve_app.text.calls import Calls
 from serve_app.text.chat_template import Message
 
@@ -224,19 +224,9 @@ class GenerationRequest(Strict):
         return None
 
     @property
-    def grammars(self) -> list[Named]:
-        """What the client says of the answer's form, for the check at the door. Raises ApiError."""
-        return self.form
-
-    @property
     def form(self) -> list[Named]:
-        """What it says of its text's form."""
+        """What the client says of the form of its text. Raises ApiError."""
         return []
-
-    @property
-    def guidance(self) -> Guidance | None:
-        """The grammar that the answer follows."""
-        return self.grammars[0][1] if self.grammars else None
 
     @property
     def calls(self) -> Calls:
@@ -278,28 +268,6 @@ class CallingRequest(GenerationRequest, ABC):
         if not self.callable_functions:
             return Calls.NOWHERE
         return Calls.OR_TEXT if self.form else Calls.AFTER_TEXT
-
-    @property
-    def grammars(self) -> list[Named]:
-        if self.calls is Calls.NOWHERE:
-            return self.form
-        schemas = [
-            (f"{self.param_of_function(i)}.parameters", Guidance(GuidanceKind.JSON_SCHEMA, function.schema_text))
-            for i, function in enumerate(self.functions)
-        ]
-        return [*self.form, *schemas]
-
-    @property
-    def guidance(self) -> Guidance | None:
-        if self.calls is Calls.NOWHERE:
-            return super().guidance
-        named = isinstance(self.tool_choice, ChosenTool)
-        return calling_grammar(
-            self.callable_functions,
-            must=named or self.tool_choice == "required",
-            several=not named and self.parallel_tool_calls is not False,
-            text_schema=self.form[0][1].data if self.form else None,
-        )
 
 
 class CompletingRequest(GenerationRequest):

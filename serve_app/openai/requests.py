@@ -12,16 +12,16 @@ from starlette.responses import Response
 
 from serve_app.ingress.body import read_body
 from serve_app.ingress.disconnect import until_disconnect
-from serve_app.ingress.errors import bad_value, model_not_found
+from serve_app.ingress.errors import model_not_found
 from serve_app.ingress.request_log import record_of
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.answer import TurnResponse
 from serve_app.openai.desk import Desk
+from serve_app.openai.grammars import answer_grammar, has_grammar
 from serve_app.openai.merge import merged_events
 from serve_app.openai.prepared import Circumstances, Prepared
 from serve_app.openai.protocol import GenerationRequest
 from serve_app.openai.services import Services
-from serve_app.openai.structured import check_guidance
 from serve_app.openai.turns import answer_events
 
 # Larger bodies are read in the side process, so that they can't hold up everyone's streams. One of this size costs a
@@ -45,6 +45,7 @@ async def respond(
     data = await read_body(request, services.settings.max_body_bytes)
     ready = await read(request, services, len(data), parse, data, prepare, await circumstances_of(request, services))
     record.session = ready.session
+    services.note_left_out(ready.left_out)
     answers = [answer_events(services, turn) for turn in ready.turns]
     events = answers[0] if len(answers) == 1 else merged_events(answers, ready.choices)
     return TurnResponse(events, ready.writes(services.spelling), stream=ready.stream)
@@ -68,10 +69,10 @@ async def read(
     if size > INLINE_BYTES:
         return await read_here_or_aside(request, services, size, _read_whole, parse, data, prepare, *given)
     body = parse(services.desk, data)
-    if body.grammars:
+    if has_grammar(body):
         # Reading a grammar can take longer than a step of everyone's streams. Meanwhile other threads run.
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(_GRAMMAR_CHECKS, check_grammars, body, services.settings)
+        await loop.run_in_executor(_GRAMMAR_CHECKS, answer_grammar, body, services.settings)
     return prepare(services.desk, body, *given)
 
 
@@ -89,19 +90,8 @@ def _read_whole(
     desk: Desk, parse: Callable[[Desk, bytes], B], data: bytes, prepare: Callable[..., T], *given: object
 ) -> T:
     body = parse(desk, data)
-    check_grammars(body, desk.settings)
+    answer_grammar(body, desk.settings)  # before the prompt, which takes longer
     return prepare(desk, body, *given)
-
-
-def check_grammars(body: GenerationRequest, settings: IngressSettings) -> None:
-    grammars = body.grammars
-    if not grammars:
-        return
-    for name, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
-        if value:
-            raise bad_value(name, "the answer's grammar says when it may end, so leave this out")
-    for param, grammar in grammars:
-        check_guidance(param, grammar, settings.max_grammar_bytes)
 
 
 def checked_model(named: str | None, settings: IngressSettings) -> str:

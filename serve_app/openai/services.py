@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.ingress.engine_client import EngineClient
@@ -13,6 +15,10 @@ from serve_app.openai.responses.store import ResponseStore
 from serve_app.text.token_bytes import TokenBytes
 from serve_app.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("moorage.ingress")
+
+_MOST_FIELDS, _LONGEST_FIELD = 8, 200  # in a line of the log
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -23,6 +29,7 @@ class Services:
     client: EngineClient
     store: ResponseStore
     slots: TurnSlots
+    count_left_out: Callable[[int], None] | None = None
 
     @property
     def settings(self) -> IngressSettings:
@@ -35,6 +42,15 @@ class Services:
     @property
     def spelling(self) -> TokenBytes:
         return self.tokenizer.token_bytes
+
+    def note_left_out(self, fields: Sequence[str]) -> None:
+        """Fields of a request's tools that its answer is not kept to."""
+        if fields:
+            shown = ", ".join(ascii(field)[1:-1][:_LONGEST_FIELD] for field in fields[:_MOST_FIELDS])
+            more = f" and {len(fields) - _MOST_FIELDS} more" if len(fields) > _MOST_FIELDS else ""
+            logger.warning("tools say what no grammar can keep to, left out: %s%s", shown, more)
+            if self.count_left_out is not None:
+                self.count_left_out(len(fields))
 
     async def context_limit(self) -> int | None:
         """Longest sequence; None where neither the settings nor a replica has said it yet."""

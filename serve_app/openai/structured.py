@@ -1,7 +1,7 @@
 """Answers that follow a grammar: what a request may say of it, and what the engine is told.
 
-response_format is OpenAI's, structured_outputs vLLM's. Whether a grammar is one is checked before a turn is made; what
-is wrong with it is said by the library that reads it.
+response_format is OpenAI's, structured_outputs vLLM's. Whether a grammar is one is checked before a turn is made
+(`grammars`); what is wrong with it is said by the library that reads it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from engine_actor.errors import UnusableGrammar
 from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance import check_grammar
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.strict import Strict, Text, checked_text, refuse
 
@@ -151,14 +149,3 @@ def chosen_grammar(form: WantedFormat | None, outputs: StructuredOutputs | None)
     if formed is not None:
         raise bad_value("structured_outputs", "can't stand beside response_format: both say what the answer is")
     return [outputs.named]
-
-
-def check_guidance(param: str, guidance: Guidance, most_bytes: int) -> None:
-    """Raises ApiError with what is wrong with a grammar, if anything is."""
-    size = len(guidance.data.encode())
-    if size > most_bytes:
-        raise bad_value(param, f"a grammar may have at most {most_bytes} bytes, not {size}")
-    try:
-        check_grammar(guidance)
-    except UnusableGrammar as error:
-        raise bad_value(param, f"no usable {error.kind}: {error.reason}", "invalid_grammar") from None

@@ -7,14 +7,13 @@ call at all is the model's own choice unless `tool_choice` takes it: until it be
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance import JSON_STYLE
 from serve_app.openai.strict import Strict, Text, checked_text, refuse
 from serve_app.text.calls import CLOSING, OPENING
 from serve_app.text.chat_template import ToolCall, WrittenArguments
@@ -61,7 +60,7 @@ Name = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Strict):
-    """`strict`: every word of the schema must be one that can be kept to. Else unknown ones are passed over."""
+    """`strict`: all of the schema must be what can be kept to. Else the rest is left out."""
 
     name: Name
     description: Text | None = None
@@ -73,7 +72,7 @@ class Function(Strict):
     @property
     def schema_text(self) -> str:
         schema = _NO_ARGUMENTS if self.parameters is None else {"type": "object"} | self.parameters
-        return json.dumps(schema | {"x-guidance": JSON_STYLE | {"lenient": not self.strict}}, ensure_ascii=False)
+        return json.dumps(schema, ensure_ascii=False)
 
     def described(self) -> dict[str, object]:
         """What the prompt says of it."""
@@ -152,23 +151,18 @@ class PastCall(Strict):
 
 
 def calling_grammar(
-    functions: Sequence[Function], *, must: bool, several: bool, text_schema: str | None = None
+    schemas: Mapping[str, str], *, must: bool, several: bool, text_schema: str | None = None
 ) -> Guidance:
-    """`must`: the answer is a call, or several. Else it is any text, and calls at its end if there are any; or, with
-    `text_schema`, JSON of this schema or calls."""
-    calls = " | ".join(
-        f"{_quoted(_head(function.name))} %json {function.schema_text} {_quoted(CLOSING)}" for function in functions
-    )
+    """`schemas`: of the arguments, by the function's name. `must`: the answer is a call, or several. Else it is any
+    text, and calls at its end if there are any; or, with `text_schema`, JSON of this schema or calls. All schemas have
+    the options that make our style."""
+    calls = " | ".join(f"{_quoted(_head(name))} %json {schema} {_quoted(CLOSING)}" for name, schema in schemas.items())
     more = f"({_quoted(chr(10) + OPENING)} call)*" if several else ""
     if must or text_schema is not None:
-        text = "" if must or text_schema is None else f" | %json {_in_our_style(text_schema)}"
+        text = "" if must or text_schema is None else f" | %json {text_schema}"
         return Guidance(GuidanceKind.LARK, f"start: {_quoted(OPENING)} call {more}{text}\ncall: {calls}\n")
     text = f"begun[lazy]: TEXT {_quoted(OPENING)}\nTEXT: /(.|\\n)*/\n"
     return Guidance(GuidanceKind.LARK, f"start: TEXT | begun call {more}\ncall: {calls}\n{text}", trigger=OPENING)
-
-
-def _in_our_style(schema_text: str) -> str:
-    return json.dumps(json.loads(schema_text) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
 
 
 def _head(name: str) -> str:

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 
 from engine_actor.messages import TurnRequest
-from engine_actor.options import SamplingParams
+from engine_actor.options import Guidance, SamplingParams
 from serve_app.ingress.errors import bad_value, context_length_exceeded
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.identity import TurnIdentity, engine_owner
@@ -41,6 +41,7 @@ def make_turn(
     tenant: str,
     prompt_param: str,
     settings: IngressSettings,
+    guidance: Guidance | None,
     limit: int | None,
 ) -> Turn:
     """`limit`: the longest sequence, where it is known. Raises ApiError where the prompt can't be served: nothing in
@@ -70,7 +71,7 @@ def make_turn(
         min_generated_tokens=least,
         logprobs=body.likeliest,
         choices=body.choices,
-        guidance=body.guidance,
+        guidance=guidance,
     )
     return Turn(request, tenant, identity.routing_key, body.stop, prompt_param, body.calls)
 

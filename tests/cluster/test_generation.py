@@ -104,6 +104,26 @@ async def test_three_choices_differ_and_a_seed_repeats_them_everywhere(http: htt
     assert (await whole(http, CHAT, body | {"seed": 6}))[0] != first
 
 
+async def test_an_answer_and_a_call_have_the_names_that_their_schemas_list(http: httpx.AsyncClient) -> None:
+    """Neither says anything of additionalProperties, and the tool has a pattern that no grammar can keep to."""
+    leaf = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"a": leaf, "b": {"type": "object", "properties": {"c": leaf}}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    email = {"type": "object", "properties": {"n": leaf, "to": {"type": "null", "pattern": "^(?!x)"}}}
+    tools = [{"type": "function", "function": {"name": "send", "parameters": email}}]
+    for seed in range(3):
+        hot = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "seed": seed, "max_tokens": 120}
+        [answer] = (await http.post(CHAT, json=said("Answer in JSON.", response_format=form, **hot))).json()["choices"]
+        assert answer["finish_reason"] == "stop"
+        value = json.loads(answer["message"]["content"])
+        assert set(value) <= {"a", "b"} and set(value.get("b", ())) <= {"c"}
+        asked = said("Send it.", tools=tools, tool_choice="required", parallel_tool_calls=False, **hot)
+        [answer] = (await http.post(CHAT, json=asked)).json()["choices"]
+        assert answer["finish_reason"] == "tool_calls"
+        [call] = answer["message"]["tool_calls"]
+        assert set(json.loads(call["function"]["arguments"])) <= {"n", "to"}
+
+
 async def test_greedy_tokens_are_the_likeliest(http: httpx.AsyncClient) -> None:
     body = said("Name a colour.", temperature=0, max_tokens=12, logprobs=True, top_logprobs=3)
     choice = (await http.post(CHAT, json=body)).json()["choices"][0]

@@ -131,8 +131,9 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"tools": [tool(name=v)]}, "tools.0.function.name") for v in (None, "", "a b", "x" * 65, 5, "é", "\ud800")],
     *[({"tools": [tool(description=v)]}, "tools.0.function.description") for v in (5, [], "\ud800")],
     *[({"tools": [tool(parameters=v)]}, "tools.0.function.parameters") for v in
-      (5, "x", [], {"type": "string"}, {"type": ["object"]}, {"properties": {"a": {"type": "objec"}}},
-       {"properties": 5}, {"description": "\ud800"}, {"$ref": "#/nowhere"})],
+      (5, "x", [], {"type": "string"}, {"type": ["object"]}, {"description": "\ud800"})],
+    *[({"tools": [tool(parameters=v, strict=True)]}, "tools.0.function.parameters") for v in
+      ({"properties": {"a": {"type": "objec"}}}, {"properties": 5}, {"$ref": "#/nowhere"})],
     ({"tools": [tool(parameters={"not": {}}, strict=True)]}, "tools.0.function.parameters"),
     *[({"tools": TOOLS, "tool_choice": v}, "tool_choice") for v in
       ("f", "", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}},

@@ -46,7 +46,8 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"tools": [FLAT | {"description": v}]}, "tools.0.description") for v in (5, [], "\ud800")],
     *[({"tools": [FLAT | {"strict": v}]}, "tools.0.strict") for v in (5, "true")],
     *[({"tools": [FLAT | {"parameters": v}]}, "tools.0.parameters") for v in
-      (5, "x", [], {"type": "string"}, {"properties": {"a": {"type": "objec"}}}, {"description": "\ud800"})],
+      (5, "x", [], {"type": "string"}, {"description": "\ud800"})],
+    ({"tools": [FLAT | {"parameters": {"properties": {"a": {"type": "x"}}}, "strict": True}]}, "tools.0.parameters"),
     *[({"tools": [FLAT], "tool_choice": v}, "tool_choice") for v in
       ("f", "", 5, True, [], {}, {"type": "function"}, {"type": "function", "name": 5},
        {"type": "function", "name": "g"}, {"type": "function", "function": {"name": "f"}}, {"type": "web_search"})],

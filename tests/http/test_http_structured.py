@@ -144,6 +144,17 @@ async def test_an_answer_without_end_is_cut_at_its_limit(http: httpx.AsyncClient
     assert second.startswith(first)
 
 
+async def test_objects_that_say_nothing_of_other_names_have_none(http: httpx.AsyncClient) -> None:
+    """As instructor and plain pydantic send them."""
+    schema = Thing.model_json_schema()
+    assert "additionalProperties" not in json.dumps(schema)
+    for form_of_it in ({"response_format": form(schema)}, {"structured_outputs": {"json": schema}}):
+        for text in await asyncio.gather(*(text_of(http, **form_of_it, **s) for s in ({}, HOT))):
+            assert_fits(text, schema)
+            value = json.loads(text)
+            assert set(value) == {"name", "parts", "pet"} and all(set(p) == {"colour", "count"} for p in value["parts"])
+
+
 async def test_a_limit_cuts_what_would_have_fitted(http: httpx.AsyncClient) -> None:
     answer = (await chat(http, response_format=form(BOUNDED["nested"]), max_tokens=3)).json()
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 3)

@@ -82,7 +82,7 @@ def prepare_response(
     if body.stored:
         assert identity.session_id is not None
         keeping = Keeping(circumstances.tenant, identity.session_id, own)
-    return PreparedResponse(ready.turns, writes, ready.choices, ready.stream, ready.session, keeping)
+    return PreparedResponse(ready.turns, writes, ready.choices, ready.stream, ready.session, ready.left_out, keeping)
 
 
 def _format(

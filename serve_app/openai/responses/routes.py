@@ -37,6 +37,7 @@ def responses_router(services: Services) -> APIRouter:
             ready = await read(request, services, size, parse_response, data, prepare_response, circumstances, history)
             assert isinstance(ready, PreparedResponse)
         record.session = ready.session
+        services.note_left_out(ready.left_out)
         form, (turn,) = ready.writes(services.spelling), ready.turns
         if ready.keeping is None:
             events = answer_events(services, turn)
