@@ -83,8 +83,9 @@ def context_length_exceeded(prompt_tokens: int, limit: int, param: str | None, *
     message = (
         f"This model's maximum context length is {limit} tokens, but the prompt alone has "
         f"{'at least ' if at_least else ''}{prompt_tokens} tokens, and an answer needs at least one. "
-        "Please shorten the prompt."
+        "Please shorten the prompt"
     )
+    message += ": truncation is 'auto', but this server drops nothing of it." if param == "truncation" else "."
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -38,7 +38,7 @@ def chat_router(services: Services) -> APIRouter:
 
 def _parse(desk: Desk, data: bytes) -> ChatRequest:
     content = json_object(data)
-    refuse_unserved_chat(content)
+    refuse_unserved_chat(content, thinks=desk.prompts.thinks)
     check_lengths(content, desk.settings)
     body = parse(ChatRequest, content)
     checked_model(body.model, desk.settings)
@@ -68,15 +68,17 @@ def chat_prompt(
     param: str,
     limit: int | None,
     tools: Sequence[Mapping[str, object]] = (),
+    *,
+    length_param: str | None = None,
 ) -> Prompt:
     """Raises ApiError that blames `param` where the template refuses the messages, or they are longer than `limit`
-    tokens by far."""
+    tokens by far, for which `length_param` can be the field to blame."""
     try:
         return prompts.chat(messages, tools, limit=limit)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=param, code="chat_template_error") from error
     except PromptTooLong as error:
-        raise context_length_exceeded(error.at_least, error.limit, param, at_least=True) from error
+        raise context_length_exceeded(error.at_least, error.limit, length_param or param, at_least=True) from error
 
 
 def conversation_opening(messages: Sequence[Message]) -> list[object]:

@@ -18,6 +18,8 @@ from serve_app.openai.tools import ChosenTool
 from serve_app.openai.wording import misfit
 from serve_app.text.calls import Calls
 
+_MAX_INCLUDE = 100  # more than there are
+
 
 def check_lengths(content: Mapping[str, object], settings: IngressSettings) -> None:
     """For every body, before a model is made of it: a million items would each be checked."""
@@ -25,6 +27,7 @@ def check_lengths(content: Mapping[str, object], settings: IngressSettings) -> N
         "messages": (settings.max_messages, "messages"),
         "input": (settings.max_messages, "items"),
         "tools": (settings.max_tools, "tools"),
+        "include": (_MAX_INCLUDE, "values"),
         "stop": (settings.max_stop_strings, "stop strings"),
         "stop_token_ids": (settings.max_stop_token_ids, "ids"),
         "logit_bias": (settings.max_logit_biases, "biases"),

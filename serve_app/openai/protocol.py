@@ -24,16 +24,22 @@ from serve_app.text.calls import Calls
 from serve_app.text.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant")
-TEXT_PARTS = ("text",)
+TEXT_PARTS = ("text", "input_text", "output_text")  # chat's spelling and those of responses, both on either route
 
 # What /openapi.json shows where a validator takes more than the type says.
-_PART = {
+TEXT_PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_REFUSAL = {
+    "type": "object",
+    "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+    "required": ["type", "refusal"],
+}
+SAID = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [TEXT_PART, _REFUSAL]}}]}
 _STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
+_CONTENT = {"anyOf": [*SAID["anyOf"], {"type": "null"}]}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _ONE_PROMPT: list[object] = [{"type": "string"}, _IDS]
 _PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}
@@ -115,16 +121,18 @@ def _prompt(value: object) -> PlainPrompt:
 
 def _content(value: object, info: ValidationInfo) -> str:
     """The text of a message: given whole, in parts, or (an assistant's only) not at all."""
+    role = info.data.get("role")
     if value is None:
-        if info.data.get("role") != "assistant":
+        if role != "assistant":
             refuse("is needed; only an assistant's message may go without")
         return ""
-    return joined_text(value, TEXT_PARTS)
+    return said_text(value, role)
 
 
-def joined_text(value: object, kinds: Sequence[str]) -> str:
-    """A text that is given whole, or in parts of these types."""
+def said_text(value: object, role: str | None) -> str:
+    """A text that is given whole or in parts. An assistant's refusal is what it said, too."""
     if isinstance(value, list):
+        kinds = (*TEXT_PARTS, "refusal") if role == "assistant" else TEXT_PARTS
         return "\n".join(_part(part, i, kinds) for i, part in enumerate(value))
     return whole_text(value) if isinstance(value, str) else refuse("must be a string or a list of text parts")
 
@@ -132,9 +140,11 @@ def joined_text(value: object, kinds: Sequence[str]) -> str:
 def _part(part: object, index: int, kinds: Sequence[str]) -> str:
     if not isinstance(part, dict):
         refuse(f"part {index} must be an object with type and text")
-    if part.get("type") not in kinds:
+    kind = part.get("type")
+    if kind not in kinds:
         refuse(f"part {index} must be of type {' or '.join(map(repr, kinds))}: this server takes text only")
-    return checked_text(part.get("text"), f"the text of part {index}")
+    name = "refusal" if kind == "refusal" else "text"
+    return checked_text(part.get(name), f"the {name} of part {index}")
 
 
 def check_role(value: object) -> str:
@@ -156,7 +166,14 @@ def _no_call(value: object) -> None:
         refuse("is the older form of tool_calls, which this server does not know")
 
 
+def _no_audio(value: object) -> None:
+    if value is not None:
+        refuse("is not supported by this server, which takes text only")
+
+
 class ChatMessage(Strict):
+    """`refusal`, beside or in place of an assistant's content, is what it said, too."""
+
     role: Annotated[str, BeforeValidator(_chat_role), WithJsonSchema(_ROLE)]
     content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT)] = Field(
         default=None, validate_default=True
@@ -164,18 +181,23 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[PastCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     function_call: Annotated[None, BeforeValidator(_no_call)] = None
+    refusal: Text | None = None
+    audio: Annotated[None, BeforeValidator(_no_audio)] = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             refuse("only an assistant's message may have tool_calls")
+        if self.refusal and self.role != "assistant":
+            refuse("only an assistant's message may have a refusal")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             refuse("a tool's message needs tool_call_id, and no other has one")
         return self
 
     def as_message(self) -> Message:
         # Templates know `system`; `developer` is its newer name.
-        message = Message(role="system" if self.role == "developer" else self.role, content=self.content)
+        said = "\n".join(text for text in (self.content, self.refusal) if text)
+        message = Message(role="system" if self.role == "developer" else self.role, content=said)
         if self.tool_calls:
             message["tool_calls"] = [call.as_call() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -197,6 +219,7 @@ class GenerationRequest(Strict):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop), WithJsonSchema(_STRINGS)] = ()
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     user: Text | None = Field(default=None, max_length=4096)
     session_id: Text | None = None
     cache_salt: Text | None = Field(default=None, max_length=4096)
@@ -274,7 +297,6 @@ class CompletingRequest(GenerationRequest):
     """What chat and completions have in common."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
-    stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_INT32)
     best_of: int | None = Field(default=None, ge=1, le=MAX_INT32)
     response_format: WantedFormat | None = None

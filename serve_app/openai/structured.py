@@ -30,11 +30,6 @@ def _schema(value: object) -> str:
     return checked_text(value, "it")
 
 
-def _no_verbosity(value: object) -> None:
-    if value is not None:
-        refuse("is not supported by this server, so leave it out")
-
-
 FormatType = Literal["text", "json_object", "json_schema"]
 Schema = Annotated[str, BeforeValidator(_schema), WithJsonSchema({"type": "object"})]
 
@@ -99,7 +94,7 @@ class WantedText(Strict):
     """`text` of /v1/responses, whose format has name and schema beside its type."""
 
     format: FlatFormat | None = None
-    verbosity: Annotated[None, BeforeValidator(_no_verbosity)] = None
+    verbosity: Text | None = None
 
     @property
     def named(self) -> Named | None:
@@ -107,7 +102,8 @@ class WantedText(Strict):
 
     def shown(self) -> dict[str, object]:
         """As the response says it again."""
-        return {"format": {"type": "text"} if self.format is None else self.format.shown()}
+        verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
+        return {"format": {"type": "text"} if self.format is None else self.format.shown(), **verbosity}
 
 
 class StructuredOutputs(Strict):

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine_actor.options import Guidance, GuidanceKind
-from serve_app.openai.strict import Strict, Text, checked_text, refuse
+from serve_app.openai.strict import Strict, Text, checked_text, refuse, whole_text
+from serve_app.openai.wording import shown
 from serve_app.text.calls import CLOSING, OPENING
 from serve_app.text.chat_template import ToolCall, WrittenArguments
 
@@ -59,6 +60,19 @@ def past_arguments(value: object) -> dict[str, Any] | WrittenArguments:
 Name = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
+def _tool_type(value: object) -> str:
+    kind = whole_text(value)
+    if kind != "function":
+        refuse(f"a tool of type {shown(kind)} is not supported by this server: the only type is 'function'")
+    return kind
+
+
+class _Typed(Strict):
+    """Comes first, so that of another type of tool nothing is asked but its type."""
+
+    type: Annotated[Literal["function"], BeforeValidator(_tool_type)]
+
+
 class Function(Strict):
     """`strict`: all of the schema must be what can be kept to. Else the rest is left out."""
 
@@ -80,15 +94,12 @@ class Function(Strict):
         return {"type": "function", "function": given}
 
 
-class Tool(Strict):
-    type: Literal["function"]
+class Tool(_Typed):
     function: Function
 
 
-class FlatTool(Function):
+class FlatTool(Function, _Typed):
     """As /v1/responses has it."""
-
-    type: Literal["function"]
 
     def shown(self) -> dict[str, object]:
         """As the response says it again."""

@@ -1,7 +1,7 @@
 """Parameters that the API knows and this server does not support.
 
 Each may have the values that mean "not used". Anything else is refused by name: to ignore it would give an
-answer that is not what was asked for.
+answer that is not what was asked for. Chat and responses follow one rule, whichever way each spells a thing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ONE = (1, 1.0)
 _EMPTY: tuple[object, ...] = ([], {}, "")
 _NO_TOOL = ("none", "auto")
 
-# Name -> values that change nothing; null always is one.
+# Name, dotted inside of an object -> values that change nothing; null always is one.
 _COMMON: dict[str, tuple[object, ...]] = {
     "length_penalty": _ONE,
     "typical_p": _ONE,
@@ -40,40 +40,47 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "lora_path": (),
 }
-_CHAT = _COMMON | {
+_STREAMED = {"stream_options.include_obfuscation": _OFF}
+# No answer of this server has hidden reasoning, and nothing but its prompt says how long it is.
+_NO_EFFORT, _MIDDLE = ("none",), ("medium",)
+_CALLING = (
+    _COMMON
+    | _STREAMED
+    | {
+        "chat_template": (),
+        "chat_template_kwargs": _EMPTY,
+        "moderation": (),
+    }
+)
+_CHAT = _CALLING | {
+    "reasoning_effort": _NO_EFFORT,
+    "verbosity": _MIDDLE,
     "functions": _EMPTY,
     "function_call": _NO_TOOL,
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "store": _OFF,
-    "chat_template": (),
-    "chat_template_kwargs": _EMPTY,
     "documents": _EMPTY,
     "add_generation_prompt": (True,),
     "continue_final_message": _OFF,
     "echo": _OFF,
 }
-_COMPLETION = _COMMON | {"suffix": _EMPTY}
-_RESPONSES = _COMMON | {
+_COMPLETION = _COMMON | _STREAMED | {"suffix": _EMPTY}
+_RESPONSES = _CALLING | {
+    "reasoning.effort": _NO_EFFORT,
+    "reasoning.context": ("auto",),
+    "reasoning.mode": ("standard",),
+    "text.verbosity": _MIDDLE,
     "n": (1,),
     "best_of": (1,),
     "logprobs": _OFF,
     "top_logprobs": (0,),
-    "max_tool_calls": (),
-    "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
     "background": _OFF,
     "conversation": (),
-    "include": ([],),
-    "truncation": ("disabled",),
     "prompt": (),
-    "stream_options": ({}, {"include_obfuscation": False}),
     "context_management": ([],),
-    "moderation": (),
     "image": (),
-    "chat_template": (),
-    "chat_template_kwargs": _EMPTY,
     # Names of the other two routes; to ignore them would surprise.
     "response_format": (),
     "structured_outputs": (),
@@ -81,6 +88,7 @@ _RESPONSES = _COMMON | {
     "max_tokens": (),
     "max_completion_tokens": (),
 }
+_THINKING: dict[str, tuple[object, ...]] = {"reasoning_effort": (), "reasoning.effort": ()}
 _TOKENIZE = {
     "add_generation_prompt": (True,),
     "continue_final_message": _OFF,
@@ -91,16 +99,18 @@ _TOKENIZE = {
 }
 
 
-def refuse_unserved_chat(content: Mapping[str, object]) -> None:
-    _refuse(content, _CHAT)
+def refuse_unserved_chat(content: Mapping[str, object], *, thinks: bool) -> None:
+    """`thinks`: answers begin with thoughts, which no request can turn off."""
+    _refuse(content, _CHAT | _THINKING if thinks else _CHAT)
 
 
 def refuse_unserved_completion(content: Mapping[str, object]) -> None:
     _refuse(content, _COMPLETION)
 
 
-def refuse_unserved_responses(content: Mapping[str, object]) -> None:
-    _refuse(content, _RESPONSES)
+def refuse_unserved_responses(content: Mapping[str, object], *, thinks: bool) -> None:
+    """`thinks`: as in chat."""
+    _refuse(content, _RESPONSES | _THINKING if thinks else _RESPONSES)
 
 
 def refuse_unserved_tokenize(content: Mapping[str, object]) -> None:
@@ -109,11 +119,20 @@ def refuse_unserved_tokenize(content: Mapping[str, object]) -> None:
 
 def _refuse(content: Mapping[str, object], table: Mapping[str, tuple[object, ...]]) -> None:
     """Raises ApiError that names the parameter and what it may be."""
-    for name in content.keys() & table.keys():
-        value, harmless = content[name], table[name]
+    for name, harmless in table.items():
+        value = _value(content, name)
         # Types are compared too: true is no 1, and "1" is no number.
         if value is not None and not any(value == ok and type(value) is type(ok) for ok in harmless):
             # A default like 0.0 stands beside its 0 and need not be named twice.
             shown = [ok for i, ok in enumerate(harmless) if ok not in harmless[:i]]
             accepted = f", or set it to {' or '.join(map(json.dumps, shown))}" if shown else ""
             raise not_supported(name, "remove it" + accepted)
+
+
+def _value(content: Mapping[str, object], name: str) -> object:
+    """None: it is absent. What should be an object and is none has a model that says so."""
+    outer, dot, inner = name.partition(".")
+    value = content.get(outer)
+    if not dot:
+        return value
+    return value.get(inner) if isinstance(value, dict) else None

@@ -70,6 +70,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         # The form of calls that this server reads (`calls.py`), which is that of Qwen, Hermes and others.
         self.knows_tools = "tools" in source and OPENING in source
+        # Qwen's switch. Such a model writes down its thoughts first unless it is off, and here nobody turns it off.
+        self.thinks = "enable_thinking" in source
 
     @cached_property
     def knows_system(self) -> bool:

@@ -56,6 +56,11 @@ class PromptBuilder:
             ends = tokenizer.control_token_at(self._template.after_answer)
             self._turn_ends = ends - tokenizer.eos_token_ids
 
+    @property
+    def thinks(self) -> bool:
+        """Whether answers begin with thoughts that the model's template could be asked to leave out."""
+        return self._template is not None and self._template.thinks
+
     def text(self, text: str, *, limit: int | None = None) -> Prompt:
         """A plain text, with BOS where the model wants one. Raises PromptTooLong where it is certain, before it is
         tokenized, that it has more than `limit` tokens."""

@@ -126,7 +126,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"tools": [v]}, "tools.0") for v in (5, None, "f", [])],
     *[({"tools": [{"type": "function", "function": v}]}, "tools.0.function") for v in (None, 5, "f", [])],
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    *[({"tools": [{"type": v}]}, "tools.0.type") for v in ("web_search", "custom", None, 5, {}, "\ud800")],
+    ({"tools": [{"function": {"name": "f"}}]}, "tools.0.type"),
     ({"tools": TOOLS * 2}, "tools.1.function.name"),
     *[({"tools": [tool(name=v)]}, "tools.0.function.name") for v in (None, "", "a b", "x" * 65, 5, "é", "\ud800")],
     *[({"tools": [tool(description=v)]}, "tools.0.function.description") for v in (5, [], "\ud800")],
@@ -144,6 +145,12 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "logprobs": True}, "logprobs"),
     ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"), ({"tools": TOOLS, "min_tokens": 2}, "min_tokens"),
     (message(role="assistant", function_call={"name": "f"}), "messages.0.function_call"),
+    (message(role="assistant", audio={"id": "audio_1"}), "messages.0.audio"),
+    *[(message(role="assistant", refusal=v), "messages.0.refusal") for v in (5, [], "\ud800")],
+    (message(refusal="no"), "messages.0"),
+    *[(message(role="assistant", content=[{"type": "refusal", "refusal": v}]), "messages.0.content") for v in
+      (None, 5, "\ud800")],
+    (message(content=[{"type": "refusal", "refusal": "no"}]), "messages.0.content"),
 ]  # fmt: skip
 
 # Things that the API knows and this server does not support: said by name, never ignored.
@@ -151,12 +158,12 @@ NOT_SERVED: list[tuple[str, Any]] = [
     ("length_penalty", 2),
     ("functions", [{}]), ("function_call", {"name": "f"}),
     ("use_beam_search", True),
-    ("modalities", ["text", "audio"]), ("audio", {}), ("prediction", {}), ("store", True), ("echo", True),
+    ("modalities", ["text", "audio"]), ("audio", {}), ("store", True), ("echo", True),
     ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}), ("continue_final_message", True),
     ("add_generation_prompt", False), ("bad_words", ["x"]),
     ("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "x"),
     ("skip_special_tokens", False), ("prompt_logprobs", 1),
-    ("include_stop_str_in_output", True), ("documents", [{}]), ("web_search_options", {}),
+    ("include_stop_str_in_output", True), ("documents", [{}]), ("web_search_options", {}), ("moderation", {}),
 ]  # fmt: skip
 
 COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [

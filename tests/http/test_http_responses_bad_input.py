@@ -17,15 +17,17 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"input": [{"role": v, "content": "x"}]}, "input.0.role") for v in
       (None, "", "robot", "tool", 5, [], {}, "\ud800")],
     *[({"input": [{"role": "user", "content": v}]}, "input.0.content") for v in
-      (None, 5, {}, "\ud800", ["x"], [{}], [{"type": "text", "text": "x"}], [{"type": "output_text", "text": "x"}],
-       [{"type": "input_text"}], [{"type": "input_text", "text": 5}], [{"type": "input_text", "text": "\udfff"}],
+      (None, 5, {}, "\ud800", ["x"], [{}], [{"type": "refusal", "refusal": "no"}], [{"type": "input_text"}],
+       [{"type": "input_text", "text": 5}], [{"type": "input_text", "text": "\udfff"}],
        [{"type": "input_image", "image_url": "x"}], [{"type": "input_file"}], [[]])],
-    ({"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]}, "input.0.content"),
+    *[({"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": v}]}]}, "input.0.content") for v in
+      (None, 5, "\ud800")],
+    ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
     *[({"input": [{"type": v, "role": "user", "content": "x"}]}, "input.0.type") for v in
-      ("item_reference", "custom_tool_call", "reasoning", None, 5, "", [], {})],
+      ("custom_tool_call", "web_search_call", 5, "", [], {})],
     *[({"input": [OUTPUT | {"call_id": v}]}, "input.0.call_id") for v in (None, 5, "", [], "\ud800", "c")],
     *[({"input": [CALL, OUTPUT | {"output": v}]}, "input.1.output") for v in
-      (None, 5, {}, "\ud800", [5], [{"type": "input_image"}], [{"type": "output_text", "text": "x"}])],
+      (None, 5, {}, "\ud800", [5], [{"type": "input_image"}], [{"type": "refusal", "refusal": "x"}])],
     ({"input": [{"type": "function_call_output"}]}, "input.0.call_id"),
     *[({"input": [CALL | {"call_id": v}, OUTPUT]}, "input.0.call_id") for v in (None, 5, "", [], "\ud800")],
     *[({"input": [CALL | {"name": v}, OUTPUT]}, "input.0.name") for v in (None, 5, [], "\ud800")],
@@ -39,7 +41,8 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"tools": v}, "tools") for v in (5, "x", {}, True, [FLAT] * 129)],
     *[({"tools": [v]}, "tools.0") for v in (5, None, "f", [])],
     *[({"tools": [{"type": v, "name": "f"}]}, "tools.0.type") for v in
-      ("web_search", "file_search", "custom", "mcp", None, 5)],
+      ("web_search", "file_search", "custom", "mcp", None, 5, {}, "\ud800")],
+    *[({"tools": [v]}, "tools.0.type") for v in ({}, {"type": "web_search"}, {"type": "mcp", "server_label": "s"})],
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
     ({"tools": [FLAT, FLAT]}, "tools.1.name"),
     *[({"tools": [FLAT | {"name": v}]}, "tools.0.name") for v in (None, "", "a b", "x" * 65, 5, "é", "\ud800")],
@@ -57,7 +60,12 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": "a"}, 7]}, "input.1"),
     *[({"text": v}, "text") for v in (5, "json", [])],
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    *[({"reasoning": v}, "reasoning") for v in ("high", 5, [])],
+    *[({"reasoning": {"summary": v}}, "reasoning.summary") for v in ("long", 5, [])],
+    *[({"truncation": v}, "truncation") for v in ("", "middle", True, 5, {})],
+    *[({"max_tool_calls": v}, "max_tool_calls") for v in (0, "3", True, 2**31)],
+    *[({"include": v}, "include") for v in ("reasoning.encrypted_content", 5, {}, ["file_search_call.results"] * 101)],
+    *[({"include": ["file_search_call.results", v]}, "include.1") for v in ("message.output_text.logprobs", "x", None)],
     *[({"text": {"format": v}}, "text.format") for v in (5, "json", {"type": "json_schema", "name": "x"})],
     *[({"text": {"format": {"type": v}}}, "text.format.type") for v in (None, "xml", 5)],
     *[({"text": {"format": {"type": "json_schema", "schema": v}}}, "text.format.schema") for v in
@@ -84,12 +92,9 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
-    ("max_tool_calls", 3), ("reasoning", {"effort": "high"}), ("reasoning", "high"),
     ("background", True), ("background", "yes"),
-    ("conversation", "conv_1"), ("conversation", {"id": "conv_1"}), ("include", ["message.output_text.logprobs"]),
-    ("truncation", "auto"),
+    ("conversation", "conv_1"), ("conversation", {"id": "conv_1"}),
     ("prompt", {"id": "pmpt_1"}), ("top_logprobs", 3), ("top_logprobs", 10**9), ("n", 2),
-    ("stream_options", {"include_obfuscation": True}), ("stream_options", {"include_usage": True}),
     ("context_management", [{"type": "compaction"}]), ("moderation", {}), ("chat_template", "{{ 1 }}"),
     ("chat_template_kwargs", {"a": 1}), ("messages", []), ("max_tokens", 5), ("max_completion_tokens", 5),
     ("best_of", 2), ("logprobs", True), ("response_format", {"type": "json_object"}),
@@ -98,10 +103,14 @@ RESPONSES_NOT_SERVED: list[tuple[str, Any]] = [
 
 RESPONSES_DEFAULTS: list[tuple[str, Any]] = [
     ("tools", []), ("tools", None), ("tool_choice", "auto"), ("tool_choice", "none"), ("parallel_tool_calls", True),
-    ("parallel_tool_calls", False), ("max_tool_calls", None),
-    ("background", False), ("reasoning", {}), ("reasoning", {"effort": None}),
+    ("parallel_tool_calls", False), ("max_tool_calls", None), ("max_tool_calls", 3),
+    ("background", False), ("reasoning", {}),
+    ("reasoning", {"effort": None, "summary": None, "generate_summary": None}),
+    ("reasoning", {"effort": "none", "summary": "auto", "context": "auto", "mode": "standard"}),
     ("text", {"format": {"type": "text"}}), ("text", {}), ("text", {"format": {"type": "json_object"}}), ("text", None),
-    ("include", []), ("truncation", "disabled"), ("top_logprobs", 0),
+    ("include", []), ("include", ["reasoning.encrypted_content", "web_search_call.action.sources"]),
+    ("truncation", "disabled"), ("truncation", "auto"), ("top_logprobs", 0),
+    ("stream_options", {"include_usage": True}),
     ("stream_options", {"include_obfuscation": False}), ("metadata", {}), ("metadata", None),
     ("store", None), ("instructions", None), ("previous_response_id", None),
     ("service_tier", "auto"), ("prompt_cache_key", "x"), ("safety_identifier", "x"), ("conversation", None),

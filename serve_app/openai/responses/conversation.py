@@ -13,7 +13,7 @@ from itertools import groupby
 
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.choices import Piece
-from serve_app.openai.responses.items import FunctionCall, FunctionCallOutput, InputMessage, Item
+from serve_app.openai.responses.items import FunctionCall, FunctionCallOutput, InputMessage, Item, Reasoning
 from serve_app.openai.responses.store import KeptCall, KeptMessage
 from serve_app.openai.tools import parsed_arguments, past_arguments
 from serve_app.openai.wording import shown
@@ -21,11 +21,12 @@ from serve_app.text.chat_template import CalledFunction, Message, ToolCall
 
 
 def messages_of(items: Sequence[Item]) -> tuple[KeptMessage, ...]:
-    """Calls that were cut are left out."""
+    """Calls that were cut are left out, and so is reasoning."""
     messages: list[KeptMessage] = []
-    for are_calls, group in groupby(items, lambda item: isinstance(item, FunctionCall)):
+    said = (item for item in items if not isinstance(item, Reasoning))
+    for are_calls, group in groupby(said, lambda item: isinstance(item, FunctionCall)):
         if not are_calls:
-            messages += [_message(item) for item in group if not isinstance(item, FunctionCall)]
+            messages += [_message(item) for item in group if isinstance(item, InputMessage | FunctionCallOutput)]
             continue
         if not messages or messages[-1].role != "assistant":
             messages.append(KeptMessage("assistant", ""))

@@ -11,7 +11,7 @@ from serve_app.ingress.errors import SERVER_ERROR, ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
 from serve_app.openai.responses.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
-from serve_app.openai.responses.protocol import ResponsesRequest
+from serve_app.openai.responses.protocol import ResponsesRequest, WantedReasoning
 from serve_app.openai.sse import event
 from serve_app.openai.structured import WantedText
 from serve_app.openai.tools import shown_choice
@@ -110,21 +110,21 @@ class ResponseFormat:
             "incomplete_details": incomplete_details,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": (body.reasoning or WantedReasoning()).shown(),
             "store": body.stored,
             "temperature": self.temperature,
-            "text": (self.body.text or WantedText()).shown(),
+            "text": (body.text or WantedText()).shown(),
             "tool_choice": shown_choice(body.tool_choice),
             "tools": [tool.shown() for tool in body.tools or ()],
             "top_logprobs": 0,
             "top_p": self.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": usage,
             "user": body.user,
         }

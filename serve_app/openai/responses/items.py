@@ -1,4 +1,7 @@
-"""Items of a response's input: messages, calls of functions, and what these gave."""
+"""Items of a response's input: messages, calls of functions, and what these gave.
+
+Whatever a response gave comes back as it is: names that are not here, such as id and annotations, are passed over.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
 
 from serve_app.ingress.errors import bad_value
-from serve_app.openai.protocol import ROLES, check_role, joined_text
+from serve_app.openai.protocol import ROLES, SAID, TEXT_PART, check_role, said_text
 from serve_app.openai.strict import Strict, Text, refuse, whole_text
 from serve_app.openai.tools import parsed_arguments
 from serve_app.openai.wording import first_error
 
-_PARTS = {"user": ("input_text",), "assistant": ("output_text", "input_text")}
-
-_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
 _STRING = {"type": "string"}
 _ITEMS: list[object] = [
     {
@@ -28,7 +24,7 @@ _ITEMS: list[object] = [
         "properties": {
             "type": {"const": "message"},
             "role": {"type": "string", "enum": list(ROLES)},
-            "content": _TEXT,
+            "content": SAID,
         },
         "required": ["role", "content"],
     },
@@ -48,12 +44,13 @@ _ITEMS: list[object] = [
         "properties": {"type": {"const": "function_call_output"}, "call_id": _STRING, "output": _TEXT},
         "required": ["type", "call_id", "output"],
     },
+    {"type": "object", "properties": {"type": {"const": "reasoning"}}, "required": ["type"]},
 ]
 INPUT_SCHEMA = {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _ITEMS}, "minItems": 1}]}
 
 
 def _content(value: object, info: ValidationInfo) -> str:
-    return joined_text(value, _PARTS.get(info.data.get("role", ""), _PARTS["user"]))
+    return said_text(value, info.data.get("role"))
 
 
 class InputMessage(Strict):
@@ -81,7 +78,7 @@ class FunctionCall(Strict):
 
 
 def _output(value: object) -> str:
-    return joined_text(value, ("input_text",))
+    return said_text(value, None)
 
 
 class FunctionCallOutput(Strict):
@@ -89,11 +86,17 @@ class FunctionCallOutput(Strict):
     output: Annotated[str, BeforeValidator(_output)]
 
 
-Item = InputMessage | FunctionCall | FunctionCallOutput
+class Reasoning(Strict):
+    """Of another server's answer, since none of this one has any. It is passed over: most templates know no reasoning,
+    and the others leave out what was thought before the last question."""
+
+
+Item = InputMessage | FunctionCall | FunctionCallOutput | Reasoning
 _KINDS: dict[str, type[Item]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
+    "reasoning": Reasoning,
 }
 
 
@@ -107,8 +110,8 @@ def items_of(value: object) -> list[Item]:
 
 
 def _item(value: object, param: str) -> Item:
-    kind = value.get("type", "message") if isinstance(value, dict) else "message"
-    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    kind = value.get("type") if isinstance(value, dict) else None
+    model = _KINDS.get("message" if kind is None else kind) if isinstance(kind, str | None) else None
     if model is None:
         kinds = " or ".join(f"'{known}'" for known in _KINDS)
         raise bad_value(f"{param}.type", f"must be {kinds}: no other kind of item is supported by this server")

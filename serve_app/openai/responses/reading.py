@@ -42,7 +42,7 @@ class PreparedResponse(Prepared):
 
 def parse_response(desk: Desk, data: bytes) -> ResponsesRequest:
     content = json_object(data)
-    refuse_unserved_responses(content)
+    refuse_unserved_responses(content, thinks=desk.prompts.thinks)
     check_lengths(content, desk.settings)
     body = parse(ResponsesRequest, content)
     checked_model(body.model, desk.settings)
@@ -59,6 +59,8 @@ def prepare_response(
     earlier = () if history is None else history.messages
     check_calls(earlier, body.input)
     own = messages_of(body.input)
+    if not own:
+        raise bad_value("input", "must have more than items of type 'reasoning', which are passed over")
     # Instructions are those of this turn alone: they stand first, and earlier ones are not carried over.
     first = () if body.instructions is None else (KeptMessage("system", body.instructions),)
     said = (*first, *earlier, *own)
@@ -67,8 +69,9 @@ def prepare_response(
         raise bad_value("input", f"at most {most} messages are allowed, earlier ones included, not {had}")
     messages = [as_message(kept) for kept in said]
     tools = [function.described() for function in body.functions]
-    prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools)
-    asked = Asked(prompt, "input", conversation_opening(messages))
+    blamed = body.blamed_for_length
+    prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools, length_param=blamed)
+    asked = Asked(prompt, blamed, conversation_opening(messages))
     response_id = f"resp_{uuid.uuid4().hex}"
     # The first of a chain names the session of all.
     chain = history.session_id if history is not None else response_id if body.stored else None
