@@ -24,9 +24,6 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vu16 __attribute__((vector_size(W * 2)));
-typedef double vd __attribute__((vector_size(W * 8)));
-typedef int64_t vl __attribute__((vector_size(W * 8)));
-typedef uint64_t vul __attribute__((vector_size(W * 8)));
 
 typedef uint16_t bf16;  // the upper half of a float
 
@@ -47,22 +44,15 @@ static inline vf splat(float a) {
 
 static inline vi splat_int(int32_t a) { return vi{} + a; }
 
-// a * b + c with one rounding, in every lane.
+// a * b + c in every lane: with one rounding where the processor has an instruction for it, else with two, which is
+// fifteen times faster than to imitate one.
 static inline vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    // The product is exact in double. Its sum with c is rounded to odd: where it is not exact, its last bit is made 1,
-    // towards what is missing. Then the second rounding, to float, gives what a single one would have given.
-    const vd product = __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd);
-    const vd addend = __builtin_convertvector(c, vd);
-    const vd sum = product + addend, part = sum - product;
-    const vd missing = (product - (sum - part)) + (addend - part);
-    const vl bits = (vl)sum, inexact = (missing < 0) | (missing > 0), even = (bits & 1) - 1;
-    const vl away = 1 - (vl)((vul)(bits ^ (vl)missing) >> 63) * 2;
-    return __builtin_convertvector((vd)(bits + (inexact & even & away)), vf);
+    return a * b + c;
 #endif
 }
 

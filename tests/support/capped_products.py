@@ -71,7 +71,8 @@ def inputs() -> dict[str, Any]:
 
 
 def results(given: dict[str, Any], model: Path) -> dict[str, Any]:
-    """`bits`: tensors whose bits do not depend on the width of vectors; `close`: the other ones; `chosen`: kinds."""
+    """`bits`: tensors whose bits do not depend on the width of vectors where multiply-adds are fused; `close`: other
+    tensors; `chosen`: which implementations ran."""
     x, weight, bias = given["x"], given["weight"], given["bias"]
     bits: dict[str, Tensor] = {}
     close: dict[str, Tensor] = {}

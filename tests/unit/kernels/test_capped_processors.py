@@ -26,6 +26,8 @@ PROCESSES = {
     "avx2": {"MOORAGE_CPU": "avx2", "MOORAGE_NATIVE": "1"},
     "avx2 without a compiler": {"MOORAGE_CPU": "avx2", "MOORAGE_NATIVE": "1", "CXX": "no-such-compiler"},
 }
+# Where nothing is built yet, three libraries are: a minute, and several on a busy machine.
+pytestmark = pytest.mark.timeout(900)
 x86_only = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="MOORAGE_CPU is for x86-64")
 Results = dict[str, Any]
 
@@ -64,19 +66,26 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, dict[
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_lesser_processor_gives_right_results(everywhere: tuple[Results, dict[str, Results]], name: str) -> None:
     here, there = everywhere[0], everywhere[1][name]
-    for key, expected in here["close"].items():
-        found = there["close"].get(key, there["bits"].get(key))
+    everything = there["bits"] | there["close"]
+    assert here["close"].keys() <= everything.keys()
+    for key, expected in (here["bits"] | here["close"]).items():
+        found = everything.get(key)
+        if found is None:  # what is only the library's
+            assert "without" in name, key
+            continue
         # bfloat16 may round activations on one of them and not on the other.
-        tolerance = 2e-2 if "bfloat16" in key else 1e-6
+        tolerance = 2e-2 if "bfloat16" in key else 3e-6
         assert (found - expected).square().mean().sqrt() < tolerance * expected.std(), key
 
 
 @x86_only
-@pytest.mark.parametrize("name", ["none", "avx2"])
-def test_a_chain_of_sums_in_one_lane_has_the_same_bits_for_any_width_of_vectors(
-    everywhere: tuple[Results, dict[str, Results]], name: str
+@pytest.mark.skipif(
+    "avx2" not in processor.instructions(), reason="needs two widths of vectors with fused multiply-adds"
+)
+def test_a_chain_of_fused_multiply_adds_in_one_lane_has_the_same_bits_for_any_width_of_vectors(
+    everywhere: tuple[Results, dict[str, Results]],
 ) -> None:
-    here, there = everywhere[0]["bits"], everywhere[1][name]["bits"]
+    here, there = everywhere[0]["bits"], everywhere[1]["avx2"]["bits"]
     common = here.keys() & there.keys()
     assert len(common) > 40 or not native.status()[0]
     assert not [key for key in common if not torch.equal(here[key], there[key])]
