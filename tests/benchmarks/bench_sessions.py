@@ -63,7 +63,9 @@ class Session:
         return sum(a.replica != b.replica for a, b in pairs)
 
 
-class Room:
+class SessionLoad:
+    """Sessions that talk to one server at once, and what came of it."""
+
     def __init__(self, url: str, new: int, at_once: int, opening: int = 24) -> None:
         """`opening`: words of what is said first."""
         self.url = url
@@ -193,7 +195,7 @@ class Application:
         raise SystemExit("the application did not become ready")
 
 
-def summary(name: str, sessions: list[Session], seconds: float | None, room: Room, since: int = 1) -> None:
+def summary(name: str, sessions: list[Session], seconds: float | None, room: SessionLoad, since: int = 1) -> None:
     """`seconds`: that all turns took together; None where more than turns was going on."""
     later = [(s, i) for s in sessions for i in range(max(1, since), len(s.turns))]
     cached = sum(s.turns[i].cached for s, i in later)
@@ -220,7 +222,7 @@ def new_sessions(count: int, name: str) -> list[Session]:
 def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
     application = Application(builder, common(args))
     application.deploy()
-    room, sessions = Room(url, args.new, args.at_once, args.opening), new_sessions(args.sessions, name)
+    room, sessions = SessionLoad(url, args.new, args.at_once, args.opening), new_sessions(args.sessions, name)
     with tqdm(total=args.sessions * args.turns, desc=name) as bar:
         seconds = asyncio.run(room.converse(sessions, args.turns, bar))
     summary(name, sessions, seconds, room)
@@ -229,7 +231,7 @@ def routed(args: argparse.Namespace, url: str, name: str, builder: str) -> None:
 def scaled(args: argparse.Namespace, url: str) -> None:
     application = Application(SIMULATED, common(args))
     application.deploy()
-    room, sessions = Room(url, args.new, args.at_once), new_sessions(args.sessions, "scale")
+    room, sessions = SessionLoad(url, args.new, args.at_once), new_sessions(args.sessions, "scale")
     with tqdm(total=args.sessions * 3 * args.turns, desc="scale") as bar:
         asyncio.run(room.converse(sessions, args.turns, bar))
         before = args.turns
@@ -252,18 +254,18 @@ def scaled(args: argparse.Namespace, url: str) -> None:
 def rolled(args: argparse.Namespace, url: str) -> None:
     application = Application(SIMULATED, {**common(args), "graceful_shutdown_timeout_seconds": 60.0})
     application.deploy()
-    room, sessions = Room(url, 400, 24), new_sessions(24, "roll")
+    room, sessions = SessionLoad(url, 400, 24), new_sessions(24, "roll")
     with tqdm(total=24, desc="roll") as bar:
         asyncio.run(_roll(room, sessions, application, bar))
     summary("roll, drain time longer than the answers", sessions, None, room)
     application.deploy(graceful_shutdown_timeout_seconds=1.0, max_queued_turns=512)
-    room, sessions = Room(url, 400, 24), new_sessions(24, "cut")
+    room, sessions = SessionLoad(url, 400, 24), new_sessions(24, "cut")
     with tqdm(total=24, desc="cut") as bar:
         asyncio.run(_roll(room, sessions, application, bar))
     summary("roll, drain time of 1 s", sessions, None, room)
 
 
-async def _roll(room: Room, sessions: list[Session], application: Application, bar: tqdm[Any]) -> None:
+async def _roll(room: SessionLoad, sessions: list[Session], application: Application, bar: tqdm[Any]) -> None:
     async def change() -> None:
         await asyncio.sleep(1.5)
         await asyncio.to_thread(application.deploy, max_queued_turns=511)  # another value: every replica is replaced

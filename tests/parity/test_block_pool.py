@@ -1,4 +1,4 @@
-"""PARITY G and the pool part of W: blocks, owners, free lists."""
+"""Blocks, owners, free lists: G and the pools of W."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from engine_actor.memory.block_pool import BlockPool, Capacity
 from engine_actor.memory.block_table import BlockTable, blocks_for
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.paged_cache import PagedCache
-from tests.support.engine_room import FIFO, LOWEST, Room, advance, demand
+from tests.support.engine_room import FIFO, LOWEST, OpenedEngine, advance, demand
 
 OK, LATER, NEVER = Capacity.OK, Capacity.LATER, Capacity.NEVER
 
 
-def lab() -> tuple[PagedCache, BlockPool]:
-    """S1's lab pool: ids 1 to 7, four positions in a block, fifo."""
+def example_pool() -> tuple[PagedCache, BlockPool]:
+    """The pool of a worked example: ids 1 to 7, four positions in a block, fifo."""
     pool = BlockPool(8, 1, "fifo")
     return PagedCache(pool, 4), pool
 
 
 def lab_at_eleven(drafts: int) -> tuple[PagedCache, BlockPool]:
-    """Lab LB-01 up to its fourth line: A has 11 tokens and `drafts` reserved positions, B nine tokens."""
-    cache, pool = lab()
+    """The example up to its fourth line: A has 11 tokens and `drafts` reserved positions, B nine tokens."""
+    cache, pool = example_pool()
     advance(cache, demand(cache, 1, 6), demand(cache, 2, 9))
     advance(cache, demand(cache, 1, 8))
     assert blocks_of(cache, 1) == [1, 2] and pool.free_ids() == [6, 7]
@@ -47,11 +47,11 @@ def blocks_of(cache: PagedCache, request: int) -> list[int]:
     return list(table.blocks)
 
 
-# -- S1's labs (fifo, first_id 1, B = 4) -------------------------------------------------------------------------------
+# -- a worked example (fifo, first_id 1, B = 4) -----------------------------------------------------------------------
 
 
 @pytest.mark.parity("F327", "F328", "F337", "F339")
-def test_the_first_lab_line_by_line() -> None:
+def test_a_worked_example_line_by_line() -> None:
     cache, pool = lab_at_eleven(2)
     assert blocks_of(cache, 1) == [1, 2, 6, 7] and pool.free_ids() == []
     assert cache._live is not None
@@ -60,35 +60,34 @@ def test_the_first_lab_line_by_line() -> None:
     assert pool.can_allocate(4) is LATER
     cache.remove(2)
     assert pool.free_ids() == [7, 5, 4, 3]
-    # LB-10
     assert [pool.can_allocate(k) for k in (0, 1, 4, 5, 7, 8)] == [OK, OK, OK, LATER, LATER, NEVER]
 
 
-@pytest.mark.parity("F337", "F339")
-def test_lb02_five_drafts_still_take_one_block() -> None:
+@pytest.mark.parity("F337", "F339", scenario="LB-02")
+def test_five_drafts_in_a_partly_filled_block_take_one_more() -> None:
     cache, pool = lab_at_eleven(5)
     assert blocks_of(cache, 1) == [1, 2, 6, 7] and pool.free_ids() == []
 
 
-@pytest.mark.parity("F340")
-def test_lb03_five_drafts_after_a_full_block_take_two_blocks_at_once() -> None:
-    cache, _ = lab()
+@pytest.mark.parity("F340", scenario="LB-03")
+def test_five_drafts_after_a_full_block_take_two_blocks_at_once() -> None:
+    cache, _ = example_pool()
     advance(cache, demand(cache, 1, 12))
     assert cache.blocks_to_add(demand(cache, 1, 17, length=12)) == 2
     cache.reserve([demand(cache, 1, 17, length=12)])
     assert len(blocks_of(cache, 1)) == 5
 
 
-@pytest.mark.parity("F340")
+@pytest.mark.parity("F340", scenario="LB-04")
 @pytest.mark.parametrize("size", [1, 4, 128])
-def test_lb04_one_block_of_growth_suffices_iff_a_step_adds_at_most_a_block(size: int) -> None:
+def test_one_block_of_growth_suffices_iff_a_step_adds_at_most_a_block(size: int) -> None:
     for drafts in range(1, 2 * size + 1):
         growth = {blocks_for(n + drafts, size) - blocks_for(n, size) for n in range(1, 501)}
         assert (max(growth) <= 1) == (drafts <= size)
 
 
-@pytest.mark.parity("F328", "F342")
-def test_lb05_release_order_decides_the_next_blocks() -> None:
+@pytest.mark.parity("F328", "F342", scenario="LB-05")
+def test_release_order_decides_the_next_blocks() -> None:
     cache, pool = lab_at_eleven(2)
     assert cache._live is not None
     cache._live.commit([12])
@@ -101,11 +100,11 @@ def test_lb05_release_order_decides_the_next_blocks() -> None:
     assert pool.free_ids() == [7, 5, 4, 3] and pool.allocate(2) == [7, 5]
 
 
-# -- DeepInfer pools --------------------------------------------------------------------------------------------------
+# -- pools with a null block ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F326")
-def test_dp01_block_zero_is_never_issued() -> None:
+@pytest.mark.parity("F326", scenario="DP-01")
+def test_block_zero_is_never_issued() -> None:
     with pytest.raises(ValueError, match="nothing to issue"):
         BlockPool(1)
     assert BlockPool(2).free_ids() == [1]
@@ -115,7 +114,7 @@ def test_dp01_block_zero_is_never_issued() -> None:
         pool.allocate(1)
 
 
-@pytest.mark.parity("F330", "F331", "F131", "F132")
+@pytest.mark.parity("F330", "F331", "F131", "F132", scenario="DP-02")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -130,9 +129,7 @@ def test_dp01_block_zero_is_never_issued() -> None:
         (lambda pool: pool.free([1, 2, 3]), "ref_count corrupted: block 3"),
     ],
 )
-def test_dp02_a_wrong_pin_or_free_is_refused_and_changes_nothing(
-    call: Callable[[BlockPool], None], message: str
-) -> None:
+def test_a_wrong_pin_or_free_is_refused_and_changes_nothing(call: Callable[[BlockPool], None], message: str) -> None:
     pool = BlockPool(4)
     pool.allocate(2)
     with pytest.raises(ContractViolation, match=message):
@@ -140,8 +137,8 @@ def test_dp02_a_wrong_pin_or_free_is_refused_and_changes_nothing(
     assert [pool.owner_count(b) for b in (1, 2, 3)] == [1, 1, 0] and pool.free_ids() == [3]
 
 
-@pytest.mark.parity("F328", "F331")
-def test_dp03_a_block_returns_to_the_tail_only_with_its_last_owner() -> None:
+@pytest.mark.parity("F328", "F331", scenario="DP-03")
+def test_a_block_returns_to_the_tail_only_with_its_last_owner() -> None:
     pool = BlockPool(4)
     counts = []
     assert pool.allocate(1) == [1]
@@ -159,7 +156,7 @@ def test_dp03_a_block_returns_to_the_tail_only_with_its_last_owner() -> None:
 
 
 @pytest.mark.parametrize("order", ["fifo", "lowest"])
-def test_dp04_reset_needs_every_block_back(order: str) -> None:
+def test_reset_needs_every_block_back(order: str) -> None:
     pool = BlockPool(4, 1, order)
     pool.allocate(2)
     pool.free([1])
@@ -170,8 +167,8 @@ def test_dp04_reset_needs_every_block_back(order: str) -> None:
     assert pool.free_ids() == [1, 2, 3]
 
 
-@pytest.mark.parity("F327")
-def test_dp05_never_later_ok() -> None:
+@pytest.mark.parity("F327", scenario="DP-05")
+def test_a_pool_says_now_later_or_never() -> None:
     pool = BlockPool(8)
     assert pool.can_allocate(4) is OK and pool.can_allocate(7) is OK and pool.can_allocate(8) is NEVER
     pool.allocate(4)
@@ -182,20 +179,20 @@ def test_dp05_never_later_ok() -> None:
     assert zero.can_allocate(7) is OK and zero.can_allocate(8) is NEVER
 
 
-@pytest.mark.parity("F337")
+@pytest.mark.parity("F337", scenario="DP-08")
 @pytest.mark.parametrize(
     ("length", "inflight", "drafts", "blocks"),
     [(120, 0, 0, 1), (120, 6, 0, 1), (120, 6, 5, 2), (117, 6, 5, 1), (128, 12, 5, 2), (129, 0, 0, 2)],
 )
-def test_dp08_blocks_cover_length_in_flight_and_drafts(length: int, inflight: int, drafts: int, blocks: int) -> None:
+def test_blocks_cover_length_in_flight_and_drafts(length: int, inflight: int, drafts: int, blocks: int) -> None:
     cache = PagedCache(BlockPool(8), 128)
     target = length + inflight + drafts
     assert blocks_for(target, 128) == blocks
     assert cache.blocks_to_add(demand(cache, 1, target, length=length)) == blocks
 
 
-@pytest.mark.parity("F339", "F154")
-def test_dp13_a_table_grows_for_drafts_and_gives_the_surplus_to_the_free_tail() -> None:
+@pytest.mark.parity("F339", "F154", scenario="DP-13")
+def test_a_table_grows_for_drafts_and_gives_the_surplus_to_the_free_tail() -> None:
     cache = PagedCache(BlockPool(8), 128)
     advance(cache, demand(cache, 1, 250))
     assert blocks_of(cache, 1) == [1, 2]
@@ -233,25 +230,25 @@ def test_pool_operations_do_not_look_at_the_rest_of_the_pool() -> None:
     assert lines_of(BlockPool(8)) == lines_of(big) > 0
 
 
-# -- GenAI pool (lowest, first_id 0, B = 4) ---------------------------------------------------------------------------
+# -- a pool from id 0 on (lowest, B = 4) ------------------------------------------------------------------------------
 
 
-def genai(blocks: int) -> PagedCache:
+def cache_from_zero(blocks: int) -> PagedCache:
     return PagedCache(BlockPool(blocks, 0, "lowest"), 4)
 
 
-@pytest.mark.parity("F128", "F130")
-def test_bp01_five_slots_take_two_blocks() -> None:
-    cache = genai(4)
+@pytest.mark.parity("F128", "F130", scenario="BP-01")
+def test_five_slots_take_two_blocks() -> None:
+    cache = cache_from_zero(4)
     advance(cache, demand(cache, 1, 5))
     table = cache.table(1)
     assert table is not None and table.blocks == [0, 1] and table.used_slots() == [4, 1]
     assert cache.pool.available == 2
 
 
-@pytest.mark.parity("F130")
-def test_bp02_reserved_blocks_consume_capacity_and_hold_no_slot() -> None:
-    cache = genai(4)
+@pytest.mark.parity("F130", scenario="BP-02")
+def test_reserved_blocks_consume_capacity_and_hold_no_slot() -> None:
+    cache = cache_from_zero(4)
     reservation = cache.reserve([demand(cache, 1, 5)])
     table = reservation.rows[0].table
     assert cache.pool.available == 2 and table.num_computed_tokens == 0 and table.used_slots() == []
@@ -264,17 +261,17 @@ def test_bp02_reserved_blocks_consume_capacity_and_hold_no_slot() -> None:
     assert used == [[1, 0], [2, 0], [3, 0], [4, 0], [4, 1]] and cache.pool.available == 2
 
 
-@pytest.mark.parity("F129")
-def test_bp03_bp04_an_allocation_is_all_or_nothing() -> None:
-    full = genai(3)
+@pytest.mark.parity("F129", scenario="BP-03, BP-04")
+def test_an_allocation_is_all_or_nothing() -> None:
+    full = cache_from_zero(3)
     advance(full, demand(full, 1, 12))
     assert full.pool.available == 0
-    fresh = genai(3)
+    fresh = cache_from_zero(3)
     with pytest.raises(OutOfBlocks, match="4 blocks wanted, 3 free of 3"):
         fresh.reserve([demand(fresh, 1, 13)])
     assert fresh.pool.available == 3 and fresh.table(1) is None
     fresh.check_integrity()
-    held = genai(4)
+    held = cache_from_zero(4)
     advance(held, demand(held, 1, 8))
     with pytest.raises(OutOfBlocks):
         held.reserve([demand(held, 2, 12)])
@@ -282,8 +279,8 @@ def test_bp03_bp04_an_allocation_is_all_or_nothing() -> None:
     held.check_integrity()
 
 
-@pytest.mark.parity("F131", "F132")
-def test_bp05_a_wrong_free_leaves_the_pool_unchanged() -> None:
+@pytest.mark.parity("F131", "F132", scenario="BP-05")
+def test_a_wrong_free_leaves_the_pool_unchanged() -> None:
     pool = BlockPool(2, 0, "lowest")
     for wrong in ([None], [5], [0]):
         with pytest.raises((ContractViolation, TypeError)):
@@ -300,16 +297,16 @@ def test_bp05_a_wrong_free_leaves_the_pool_unchanged() -> None:
     assert pool.available == 4
 
 
-@pytest.mark.parity("F128", "F337")
-def test_bp06_blocks_needed() -> None:
+@pytest.mark.parity("F128", "F337", scenario="BP-06")
+def test_a_length_needs_the_blocks_that_it_fills_or_begins() -> None:
     assert [blocks_for(n, 4) for n in (0, 1, 3, 4, 5, 32)] == [0, 1, 1, 1, 2, 8]
     for n in range(1, 200):
         assert 0 <= blocks_for(n, 4) * 4 - n <= 3
 
 
-@pytest.mark.parity("F127")
-def test_bp07_slots_of_a_block_and_a_full_block() -> None:
-    cache = genai(4)
+@pytest.mark.parity("F127", scenario="BP-07")
+def test_a_block_has_its_own_slots_and_takes_no_more_than_those() -> None:
+    cache = cache_from_zero(4)
     advance(cache, demand(cache, 7, 12))  # takes 0, 1, 2
     advance(cache, demand(cache, 1, 2))
     table = cache.table(1)
@@ -339,9 +336,9 @@ def test_a_position_lives_in_its_blocks_entry_at_its_offset() -> None:
 # -- block tables as the decoder sees them ----------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F134", "F136")
-def test_rs04_reserved_blocks_are_shown_behind_committed_ones_before_commit() -> None:
-    cache = genai(4)
+@pytest.mark.parity("F134", "F136", scenario="RS-04")
+def test_reserved_blocks_are_shown_behind_committed_ones_before_commit() -> None:
+    cache = cache_from_zero(4)
     advance(cache, demand(cache, 1, 4))
     reservation = cache.reserve([demand(cache, 1, 5), demand(cache, 2, 1)])
     mirror = TableMirror(3)
@@ -359,7 +356,7 @@ def test_rs04_reserved_blocks_are_shown_behind_committed_ones_before_commit() ->
 @pytest.mark.parity("F135")
 def test_rows_of_the_table_follow_the_packed_rows_not_residency() -> None:
     """X became resident before Y; a step that packs (Y, X) shows Y's blocks in row 0."""
-    room = Room(num_blocks=8, **LOWEST)
+    room = OpenedEngine(num_blocks=8, **LOWEST)
     x, y = room.resident([5, 9, 13, 21]), room.resident([7, 2])
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [x.id, y.id]
@@ -374,7 +371,7 @@ def test_rows_of_the_table_follow_the_packed_rows_not_residency() -> None:
 
 @pytest.mark.parity("F137")
 def test_pools_are_allocated_once_and_only_tables_change() -> None:
-    room = Room(num_blocks=16, **FIFO)
+    room = OpenedEngine(num_blocks=16, **FIFO)
     address = room.decoder.cache.__array_interface__["data"]
     room.add([5, 9, 13], max_generated_tokens=50, ignore_eos=True)
     room.run_out()

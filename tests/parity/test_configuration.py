@@ -1,4 +1,4 @@
-"""Configuration and construction: PARITY A (F001 to F011) as far as one engine with one paged group has them."""
+"""Configuration and construction: A (F001 to F011) as far as one engine with one paged group has them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tests.support.engines import engine_of
 GIB = 2**30
 
 
-@pytest.mark.parity("F003")
+@pytest.mark.parity("F003", scenario="CF-01")
 def test_the_token_budget_has_its_default_and_takes_positive_integers() -> None:
-    """CF-01."""
     assert EngineLimits().max_scheduled_tokens == 2048
     assert EngineLimits(max_scheduled_tokens=321).max_scheduled_tokens == 321
     for value in (0, -1, 1.5, 4_000_000_000, True, "5", None):
@@ -59,7 +58,7 @@ def test_zero_is_no_limit_that_an_engine_could_work_with(name: str) -> None:
 
 
 @pytest.mark.parity("F004")
-def test_other_defaults() -> None:
+def test_limits_have_their_defaults() -> None:
     limits = EngineLimits()
     assert (limits.block_size, limits.max_batch_size, limits.chunk_size) == (16, 32, 0)
     assert (limits.preemption, limits.prefix_reuse, limits.numerics) == (True, True, Numerics.EXACT)
@@ -147,9 +146,8 @@ def test_pools_are_allocated_once_and_a_decode_step_grows_nothing() -> None:
     assert len(allocated) == 1
 
 
-@pytest.mark.parity("F008")
+@pytest.mark.parity("F008", scenario="PL-14")
 def test_the_pool_is_sized_from_free_memory() -> None:
-    """PL-14."""
     paged = PagedState(tuple(range(32)), 8, 128, 2)
     assert blocks_in_share(10 * GIB, 0.9, paged.block_bytes(256)) == 259
     half = PagedState(tuple(range(16)), 8, 128, 2)

@@ -1,4 +1,4 @@
-"""Cancelled turns, rewinds, and every way in which one turn follows another: PARITY B (F029 to F038)."""
+"""Cancelled turns, rewinds, and every way in which one turn follows another: B (F029 to F038)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from tests.support.requests import free_blocks, visible
 # -- cancel -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F034", "F036")
+@pytest.mark.parity("F034", "F036", scenario="LC-04")
 def test_cancel_keeps_what_was_committed_and_says_so_once() -> None:
-    """LC-04."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     request = engine.create_request()

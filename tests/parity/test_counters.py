@@ -1,4 +1,4 @@
-"""Length counters: PARITY C (F052 to F060)."""
+"""Counters of length: C (F052 to F060)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def written(decoder: SyntheticDecoder) -> list[int]:
     return [int(position) for step in decoder.steps for position in step.position_ids]
 
 
-@pytest.mark.parity("F053")
-def test_past_lengths_and_written_positions() -> None:
-    """LC-17."""
+@pytest.mark.parity("F053", scenario="LC-17")
+def test_every_position_is_written_once_behind_the_past_length_of_its_step() -> None:
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     request = engine.create_request()

@@ -1,4 +1,4 @@
-"""PARITY T: drafts that a caller proposes. Sequence [4, 5, 6, 7], three positions processed, B = 4 unless stated."""
+"""Drafts that a caller proposes (T). Sequence [4, 5, 6, 7], three positions processed, B = 4 unless stated."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from engine_actor.requests.request import Request
 from engine_actor.scheduling.draft_budget import DraftWant, share_drafts
 from tests.parity.test_synthetic import SECOND, A, L
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
-from tests.support.engine_room import FIFO, Room
+from tests.support.engine_room import FIFO, OpenedEngine
 
 PROPOSED = [8, 9, 10]
 TOKEN, FINISHED = EventFlags.TOKEN, EventFlags.TURN_FINISHED
 
 
-def room_at_four(rows: list[int], drafts: list[int] = PROPOSED, **config: Any) -> tuple[Room, Request]:
+def room_at_four(rows: list[int], drafts: list[int] = PROPOSED, **config: Any) -> tuple[OpenedEngine, Request]:
     """The model answers 7 to the prompt, then `rows`: one for each row of logits that a step asks for."""
     turn = {key: config.pop(key) for key in ("max_generated_tokens",) if key in config}
-    room = Room(ForcedDecoder([7, *rows], drafts=16), **config)
+    room = OpenedEngine(ForcedDecoder([7, *rows], drafts=16), **config)
     request = room.resident([4, 5, 6], **turn)
     assert request.tokens == [4, 5, 6, 7] and request.num_computed_tokens == 3
     request.set_draft_tokens(drafts)
@@ -44,8 +44,8 @@ def said(events: list[EngineEvent]) -> list[tuple[int | None, EventFlags, Finish
     ("rows", "tokens", "current", "processed"),
     [
         ([8, 9, 11, 12], [8, 9, 11], 7, 6),  # the third is replaced
-        ([8, 9, 10, 12], [8, 9, 10, 12], 8, 7),  # DR-02: all, and what follows them
-        ([5, 9, 10, 12], [5], 5, 4),  # DR-03: none
+        ([8, 9, 10, 12], [8, 9, 10, 12], 8, 7),  # all, and what follows them
+        ([5, 9, 10, 12], [5], 5, 4),  # none
         ([8, 5, 10, 12], [8, 5], 6, 5),  # what agrees after a mismatch is not kept
     ],
 )
@@ -69,8 +69,8 @@ def test_the_longest_prefix_that_agrees_is_kept(
     assert metrics.decode_tokens == 1
 
 
-@pytest.mark.parity("F154", "F304")
-def test_dr03_a_block_for_rejected_drafts_goes_back() -> None:
+@pytest.mark.parity("F154", "F304", scenario="DR-03")
+def test_a_block_for_rejected_drafts_goes_back() -> None:
     room, request = room_at_four([5, 9, 10, 12], num_blocks=8)
     free = room.pool.free_ids()
     room.step()
@@ -99,10 +99,10 @@ def test_an_eos_after_accepted_drafts_joins_the_last_token(rows: list[int], expe
     assert request.usage.generated_tokens == length - 3
 
 
-@pytest.mark.parity("F305", "F366")
-def test_dp11_an_eos_that_was_drafted_ends_the_turn_and_drops_what_follows() -> None:
+@pytest.mark.parity("F305", "F366", scenario="DP-11")
+def test_an_eos_that_was_drafted_ends_the_turn_and_drops_what_follows() -> None:
     """50 tokens and a step of four queries; of [7, EOS, 9] only 7 is appended, beside the pending token."""
-    room = Room(ForcedDecoder([5, 7, 1, 9, 6], context=128, drafts=16))
+    room = OpenedEngine(ForcedDecoder([5, 7, 1, 9, 6], context=128, drafts=16))
     request = room.resident([4] * 50)
     request.set_draft_tokens([7, 1, 9])
     assert said(room.step()) == [(7, TOKEN | FINISHED, FinishReason.EOS)]
@@ -110,8 +110,8 @@ def test_dp11_an_eos_that_was_drafted_ends_the_turn_and_drops_what_follows() -> 
     assert request.status is RequestStatus.IDLE
 
 
-@pytest.mark.parity("F306", "F029", "F366")
-def test_dr05_a_limit_inside_accepted_drafts() -> None:
+@pytest.mark.parity("F306", "F029", "F366", scenario="DR-05")
+def test_a_limit_inside_accepted_drafts_cuts_them_there() -> None:
     room, request = room_at_four([8, 9, 10, 12], max_generated_tokens=3)
     assert said(room.step()) == [(8, TOKEN, None), (9, TOKEN | FINISHED, FinishReason.MAX_GENERATED_TOKENS)]
     assert (request.current_length, request.num_computed_tokens) == (6, 6)
@@ -128,9 +128,9 @@ def test_the_session_limit_truncates_drafts() -> None:
     assert request.finish_reason is FinishReason.MAX_SESSION_TOKENS and request.current_length == 6
 
 
-@pytest.mark.parity("F300", "F120")
-def test_dr06_every_row_has_its_token_before_any_draft() -> None:
-    room = Room(ForcedDecoder(7, drafts=16), max_scheduled_tokens=4, num_blocks=32)
+@pytest.mark.parity("F300", "F120", scenario="DR-06")
+def test_every_row_has_its_token_before_any_draft() -> None:
+    room = OpenedEngine(ForcedDecoder(7, drafts=16), max_scheduled_tokens=4, num_blocks=32)
     requests = [room.add([4, 5, 6]), room.add([6, 7])]
     while any(r.current_length == r.num_computed_tokens or r._record.is_prefill for r in requests):
         room.step()
@@ -179,10 +179,10 @@ def test_shares_keep_every_bound_and_waste_nothing(wants: list[DraftWant], token
         assert given_ == [want.drafts for want in wants]
 
 
-@pytest.mark.parity("F301", "F103")
+@pytest.mark.parity("F301", "F103", scenario="DR-07")
 @pytest.mark.parametrize(("prompt", "verified"), [([4, 5, 6], 0), ([4], 2)])
-def test_dr07_drafts_shrink_to_the_blocks_that_there_are(prompt: list[int], verified: int) -> None:
-    room = Room(ForcedDecoder([7, 8, 9, 10, 12], drafts=16), num_blocks=1)
+def test_drafts_shrink_to_the_blocks_that_there_are(prompt: list[int], verified: int) -> None:
+    room = OpenedEngine(ForcedDecoder([7, 8, 9, 10, 12], drafts=16), num_blocks=1)
     request = room.resident(prompt)
     request.set_draft_tokens(PROPOSED)
     (row,) = room.plan().rows
@@ -194,17 +194,17 @@ def test_dr07_drafts_shrink_to_the_blocks_that_there_are(prompt: list[int], veri
 
 @pytest.mark.parity("F301", "F103")
 def test_drafts_never_leave_a_captured_table() -> None:
-    room = Room(ForcedDecoder([7, 8, 9, 10, 12], drafts=16), num_blocks=99, max_length=8, graph_capture=True)
+    room = OpenedEngine(ForcedDecoder([7, 8, 9, 10, 12], drafts=16), num_blocks=99, max_length=8, graph_capture=True)
     request = room.resident([4, 5, 6, 7])
     request.set_draft_tokens([8, 9, 10, 11, 12, 13])
     (row,) = room.plan().rows
     assert row.drafts == (8, 9, 10) and row.demand.target == 8
 
 
-@pytest.mark.parity("F337", "F154", "F340")
-def test_lb02_five_drafts_through_the_engine() -> None:
-    """LB-02: A has 11 tokens to process and five drafts behind them, B nine; seven blocks."""
-    room = Room(ForcedDecoder(7, drafts=16), num_blocks=7, **FIFO)
+@pytest.mark.parity("F337", "F154", "F340", scenario="LB-02")
+def test_five_drafts_take_a_block_and_their_rejection_gives_it_back() -> None:
+    """A has 11 tokens to process and five drafts behind them, B nine; seven blocks."""
+    room = OpenedEngine(ForcedDecoder(7, drafts=16), num_blocks=7, **FIFO)
     a, b = room.add([4] * 6), room.add([5] * 9)
     room.step()
     b.cancel_turn(1)
@@ -221,9 +221,9 @@ def test_lb02_five_drafts_through_the_engine() -> None:
     assert room.blocks(a) == [1, 2, 6] and room.pool.free_ids() == [7] and len(room.blocks(b)) == 3
 
 
-@pytest.mark.parity("F303")
+@pytest.mark.parity("F303", scenario="DR-08")
 @pytest.mark.parametrize("late", [False, True])
-def test_dr08_a_rollback_keeps_the_proposal(late: bool) -> None:
+def test_a_rollback_keeps_the_proposal(late: bool) -> None:
     room, request = room_at_four([])
     setattr(room.decoder, "fail_next" if late else "fail_before", lambda: RetryableStepError("injected"))
     before = room.fingerprint()
@@ -243,10 +243,10 @@ def test_a_committed_step_consumes_drafts_that_were_cut() -> None:
     assert request._record.drafts == ()
 
 
-@pytest.mark.parity("F302", "F295", "F048")
+@pytest.mark.parity("F302", "F295", "F048", scenario="DR-09")
 @pytest.mark.parity("F296", lacks="there is no n-gram rule that could refuse drafts")
-def test_dr09_what_cannot_be_proposed_is_refused() -> None:
-    room = Room(ForcedDecoder(7, drafts=4), chunk_size=2)
+def test_what_cannot_be_proposed_is_refused() -> None:
+    room = OpenedEngine(ForcedDecoder(7, drafts=4), chunk_size=2)
     waiting = room.add([4, 5, 6])
     with pytest.raises(InvalidCall, match="prompt is processed"):
         waiting.set_draft_tokens([8])
@@ -281,7 +281,7 @@ def test_dr09_what_cannot_be_proposed_is_refused() -> None:
     room.step()
     floor.set_draft_tokens([8])
 
-    elsewhere = Room(ForcedDecoder(7, drafts=4))
+    elsewhere = OpenedEngine(ForcedDecoder(7, drafts=4))
     with pytest.raises(InvalidCall, match="does not belong"):
         elsewhere.engine._lifecycle.set_draft_tokens(waiting._record, [8])
     waiting.cancel_turn(1)
@@ -302,7 +302,7 @@ def test_dr09_what_cannot_be_proposed_is_refused() -> None:
 
 @pytest.mark.parity("F295")
 def test_a_decoder_without_the_capability_verifies_none() -> None:
-    room = Room()
+    room = OpenedEngine()
     request = room.resident([4, 5])
     with pytest.raises(InvalidCall, match="verifies no drafts"):
         request.set_draft_tokens([8])
@@ -320,8 +320,8 @@ def test_the_end_of_a_turn_and_a_preemption_forget_the_proposal() -> None:
     assert request._record.drafts == ()
 
 
-@pytest.mark.parity("F081", "F299", "F066")
-def test_dr11_several_tokens_of_one_step_over_three_runs() -> None:
+@pytest.mark.parity("F081", "F299", "F066", scenario="DR-11")
+def test_several_tokens_of_one_step_come_one_by_one_through_a_small_buffer() -> None:
     room, _ = room_at_four([8, 9, 11, 12])
     calls = room.decoder.decode_calls
     events = [event for _ in range(3) for event in room.engine.run(1)]
@@ -341,7 +341,7 @@ def test_a_broken_row_of_logits_after_accepted_drafts_fails_with_them() -> None:
 
 @pytest.mark.parity("F299")
 def test_each_token_of_a_step_has_the_logprob_of_its_own_row() -> None:
-    room = Room(SyntheticDecoder(drafts=4))
+    room = OpenedEngine(SyntheticDecoder(drafts=4))
     requests = [room.resident(prompt, max_generated_tokens=9, logprobs=1) for prompt in ([5, 9, 13], [7, 2, 20, 4])]
     for request in requests:
         request.set_draft_tokens(solo(request.tokens, 3))
@@ -369,9 +369,9 @@ def run_with(engine: Engine, propose: Any, requests: list[Request]) -> list[Engi
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-@pytest.mark.parity("F307", "F298")
-def test_dr10_any_proposals_give_the_same_tokens(data: st.DataObject) -> None:
-    """SY-05 and SY-07 with proposals that are right up to a point."""
+@pytest.mark.parity("F307", "F298", scenario="DR-10, SY-05, SY-07")
+def test_any_proposals_give_the_same_tokens(data: st.DataObject) -> None:
+    """Of a long and a continued conversation, with proposals that are right up to a point."""
     decoder = SyntheticDecoder(drafts=5)
     engine = build_engine(decoder, max_length=128, num_blocks=data.draw(st.sampled_from([64, 128])))
 

@@ -1,4 +1,4 @@
-"""Events and `run`: PARITY D (F061 to F083), scenarios EV."""
+"""Events and `run`: D (F061 to F083)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def facts(event: EngineEvent) -> tuple[object, ...]:
     return event.request_id, event.turn_id, event.flags, event.token, event.finish_reason, event.usage
 
 
-@pytest.mark.parity("F061")
+@pytest.mark.parity("F061", scenario="EV-05")
 def test_a_buffer_belongs_to_one_living_engine() -> None:
-    """EV-05."""
     mine, other = build_engine(ForcedDecoder()), build_engine(ForcedDecoder())
     three_requests(mine)
     buffer = mine.create_event_buffer(4)
@@ -66,9 +65,8 @@ def test_capacities_are_checked_and_fixed(capacity: object) -> None:
         engine.create_event_buffer(2).capacity = 5  # type: ignore[misc]
 
 
-@pytest.mark.parity("F062", "F071", "F082")
+@pytest.mark.parity("F062", "F071", "F082", scenario="EV-06")
 def test_a_later_run_makes_borrowed_events_unreadable() -> None:
-    """EV-06."""
     engine = build_engine(ForcedDecoder())
     three_requests(engine)
     buffer = engine.create_event_buffer(2)
@@ -105,9 +103,8 @@ def test_a_refused_run_leaves_borrowed_events_readable() -> None:
     assert len(errors) == 3 and view.token == 5
 
 
-@pytest.mark.parity("F063")
+@pytest.mark.parity("F063", scenario="EV-04")
 def test_a_run_for_nothing_does_nothing() -> None:
-    """EV-04."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     requests = three_requests(engine, keep=False)
@@ -144,9 +141,8 @@ def test_retained_events_are_drained_in_order_before_anything_runs() -> None:
     assert decoder.decode_calls == 2
 
 
-@pytest.mark.parity("F066", "F067", "F068")
+@pytest.mark.parity("F066", "F067", "F068", scenario="EV-03")
 def test_capacity_changes_nothing_but_the_cuts() -> None:
-    """EV-03."""
     streams = []
     for capacity in (1, 2, 3, 8):
         decoder = ForcedDecoder()
@@ -167,9 +163,8 @@ def test_enough_capacity_returns_a_whole_step_in_one_call() -> None:
     assert len(engine.run(3)) == 3 and engine.stats()["pending_events"] == 0
 
 
-@pytest.mark.parity("F067", "F070")
+@pytest.mark.parity("F067", "F070", scenario="EV-10")
 def test_a_last_token_and_its_finish_are_one_event() -> None:
-    """EV-10."""
     engine = build_engine(ForcedDecoder())
     request = engine.create_request()
     request.begin_turn(P10, TurnOptions(1))
@@ -179,9 +174,8 @@ def test_a_last_token_and_its_finish_are_one_event() -> None:
     assert (event.usage.prompt_tokens, event.usage.generated_tokens) == (3, 1)
 
 
-@pytest.mark.parity("F068", "F070", "F016")
+@pytest.mark.parity("F068", "F070", "F016", scenario="EV-15")
 def test_a_conversation_as_events() -> None:
-    """EV-15."""
     engine = build_engine(ForcedDecoder([5, 6, 7, EOS, 10, EOS]))
     request = engine.create_request()
     request.begin_turn(P10)
@@ -230,9 +224,8 @@ def test_an_event_outlives_the_handle() -> None:
     assert facts(event)[:4] == (1, 1, TOKEN | FINISHED, 5)
 
 
-@pytest.mark.parity("F072")
+@pytest.mark.parity("F072", scenario="EV-07")
 def test_part_of_a_prompt_is_a_run_without_events() -> None:
-    """EV-07."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder, chunk_size=2)
     request = engine.create_request()
@@ -266,9 +259,8 @@ def test_what_counts_as_pending() -> None:
     assert not engine.has_pending_requests()
 
 
-@pytest.mark.parity("F076", "F098")
+@pytest.mark.parity("F076", "F098", scenario="EV-11")
 def test_without_work_the_model_is_not_called() -> None:
-    """EV-11."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     assert list(engine.run(4)) == [] and decoder.decode_calls == 0
@@ -368,9 +360,8 @@ def test_run_takes_a_number_or_a_buffer() -> None:
     assert [view.request_id for view in buffer] == [event.request_id for event in result]
 
 
-@pytest.mark.parity("F033", "F118")
+@pytest.mark.parity("F033", "F118", scenario="EV-16")
 def test_closing_finished_requests_lets_the_next_ones_in() -> None:
-    """EV-16."""
     decoder = ForcedDecoder(EOS)
     engine = build_engine(decoder, max_batch_size=2, num_blocks=3)
     requests = three_requests(engine)

@@ -1,4 +1,4 @@
-"""Failure classes and outcomes: PARITY J (F169 to F180), scenarios FA. Every failure is injected."""
+"""Failure classes and outcomes: J (F169 to F180). Every failure is injected."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_eight_outcomes() -> None:
     ]
 
 
-@pytest.mark.parity("F169", "F170", "F171", "F172")
+@pytest.mark.parity("F169", "F170", "F171", "F172", scenario="FA-04, FA-12")
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
@@ -123,7 +123,6 @@ def test_the_eight_outcomes() -> None:
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_what_the_model_raises_decides_what_follows(error: Exception, outcome: StepOutcome, late: bool) -> None:
-    """FA-04, FA-12."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     request = engine.create_request()
@@ -159,9 +158,8 @@ def test_an_exception_is_memory_by_its_kind_or_its_words() -> None:
     assert not is_memory_exhaustion(RuntimeError("memory"))
 
 
-@pytest.mark.parity("F170")
+@pytest.mark.parity("F170", scenario="FA-05")
 def test_a_failure_after_the_model_is_retryable_and_names_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA-05."""
     engine = build_engine(ForcedDecoder())
     request = engine.create_request()
     request.begin_turn(P10, TurnOptions(2))
@@ -175,9 +173,8 @@ def test_a_failure_after_the_model_is_retryable_and_names_its_cause(monkeypatch:
     assert tokens_of(run_out(engine), request) == [5, 5]
 
 
-@pytest.mark.parity("F161", "F162")
+@pytest.mark.parity("F161", "F162", scenario="FA-11")
 def test_a_continuation_that_fails_stays_where_it_was() -> None:
-    """FA-11."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     request = engine.create_request()
@@ -283,12 +280,11 @@ FATAL = [
 ]
 
 
-@pytest.mark.parity("F078", "F153", "F163", "F173", "F174", "F175", "F176", "F177", "F179")
+@pytest.mark.parity("F078", "F153", "F163", "F173", "F174", "F175", "F176", "F177", "F179", scenario="FA-02, FA-18")
 @pytest.mark.parametrize("fault", FATAL)
 def test_a_fatal_failure_ends_what_runs_or_waits_and_stops_the_engine(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch, ForcedDecoder], None]
 ) -> None:
-    """FA-02, FA-18."""
     decoder = ForcedDecoder()
     engine, (x, y, z) = mixed_engine(decoder)
     with monkeypatch.context() as patched:
@@ -380,9 +376,8 @@ def test_one_kind_of_memory_that_cannot_be_given_back_keeps_no_other(
     engine._cache.check_integrity()
 
 
-@pytest.mark.parity("F178")
+@pytest.mark.parity("F178", scenario="FA-16")
 def test_what_a_failing_commit_has_published_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA-16."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     requests = [engine.create_request() for _ in range(2)]
@@ -407,9 +402,8 @@ def test_what_a_failing_commit_has_published_is_not_undone(monkeypatch: pytest.M
     expect_stopped(engine, decoder, "half way")
 
 
-@pytest.mark.parity("F078", "F124")
+@pytest.mark.parity("F078", "F124", scenario="FA-15")
 def test_a_fatal_failure_without_work_is_one_event_about_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA-15."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     request = engine.create_request()
@@ -436,9 +430,8 @@ def test_ownership_that_disagrees_with_the_plan_is_fatal() -> None:
     expect_stopped(engine, decoder, "plan says 3, table 2")
 
 
-@pytest.mark.parity("F123")
+@pytest.mark.parity("F123", scenario="FA-17")
 def test_no_memory_while_planning_is_not_the_engines_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA-17."""
     engine = build_engine(SyntheticDecoder())
     request = engine.create_request()
     request.begin_turn([5, 9, 13], TurnOptions(6))
@@ -452,9 +445,8 @@ def test_no_memory_while_planning_is_not_the_engines_end(monkeypatch: pytest.Mon
     assert tokens_of(run_out(engine), request) == solo([5, 9, 13], 6)
 
 
-@pytest.mark.parity("F175")
+@pytest.mark.parity("F175", scenario="FA-13")
 def test_a_dormant_request_cannot_go_on_after_the_engine_stopped() -> None:
-    """FA-13."""
     decoder = ForcedDecoder()
     engine, (_, _, z) = mixed_engine(decoder)
     decoder.fail_next = lambda: RuntimeError("gone")
@@ -475,9 +467,8 @@ def test_the_first_fatal_error_is_the_one_that_is_kept(monkeypatch: pytest.Monke
         engine.run(8)
 
 
-@pytest.mark.parity("F117", "F119")
+@pytest.mark.parity("F117", "F119", scenario="FA-09")
 def test_work_that_waits_for_memory_is_said_to_be_blocked() -> None:
-    """FA-09."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder, num_blocks=4)
     dormant, waiting = engine.create_request(), engine.create_request()

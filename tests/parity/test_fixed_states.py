@@ -1,6 +1,6 @@
-"""Recurrent states in slots (PARITY W F333 to F349, as far as states go): read from one slot, written to another.
+"""Recurrent states in slots (F333 to F349, as far as states go): read from one slot, written to another.
 
-A step never writes into a committed slot, so what S1 clones for a fork is here read where it is (C18)."""
+A step never writes into a committed slot, so what the documents clone for a fork is here read where it is (C18)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine_actor.requests.record import RequestRecord
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
-from tests.support.engine_room import FIFO, Room, row_of
+from tests.support.engine_room import FIFO, OpenedEngine, row_of
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -83,8 +83,8 @@ def test_a_second_pool_of_the_same_class_exists_only_for_models_with_a_state() -
     assert engine._cache.index is None  # a hit would need the state at its end
 
 
-@pytest.mark.parity("F335")
-def test_dp06_no_pool_is_smaller_than_a_fifth_more_than_its_sequences() -> None:
+@pytest.mark.parity("F335", scenario="DP-06")
+def test_no_pool_is_smaller_than_a_fifth_more_than_its_sequences() -> None:
     sizes = {1: 2, 4: 5, 5: 7, 8: 10, 16: 20, 32: 39, 64: 77, 100: 121}
     for sequences, ids in sizes.items():
         assert state_slots_for(0, sequences) + 1 == ids
@@ -93,8 +93,8 @@ def test_dp06_no_pool_is_smaller_than_a_fifth_more_than_its_sequences() -> None:
     assert all(int(n * 1.2) == n * 12 // 10 for n in range(4097))
 
 
-@pytest.mark.parity("F336", "F010")
-def test_dp07_states_are_taken_from_memory_before_blocks() -> None:
+@pytest.mark.parity("F336", "F010", scenario="DP-07")
+def test_states_are_taken_from_memory_before_blocks() -> None:
     two_banks = 2 * (state_slots_for(0, 8) + 1) * 10_000
     assert blocks_in_bytes(1_000_000, 3_000, two_banks) == 266
     with pytest.raises(InvalidOption, match="which is one block"):
@@ -125,7 +125,7 @@ def record(request_id: int, tokens: int) -> RequestRecord:
     return made
 
 
-@pytest.mark.parity("F334", "F338", "F103")
+@pytest.mark.parity("F334", "F338", "F103", scenario="DP-05")
 @pytest.mark.parametrize(
     ("positions", "free_blocks", "free_slots", "answer"),
     [
@@ -136,9 +136,7 @@ def record(request_id: int, tokens: int) -> RequestRecord:
         (12, 3, 1, "ok"),
     ],
 )
-def test_dp05_blocks_and_a_slot_are_needed_together(
-    positions: int, free_blocks: int, free_slots: int, answer: Any
-) -> None:
+def test_blocks_and_a_slot_are_needed_together(positions: int, free_blocks: int, free_slots: int, answer: Any) -> None:
     cache = caches(8, 2)
     assert cache.states is not None
     cache.pool.allocate(8 - free_blocks)
@@ -166,7 +164,7 @@ def test_each_row_of_a_step_takes_a_slot() -> None:
 
 @pytest.mark.parity("F338", "F334")
 def test_a_prompt_takes_its_blocks_and_one_slot_at_its_first_chunk() -> None:
-    room = Room(RecurrentDecoder(), chunk_size=3, num_blocks=8)
+    room = OpenedEngine(RecurrentDecoder(), chunk_size=3, num_blocks=8)
     states = room.cache.states
     assert states is not None
     free = states.available
@@ -276,8 +274,8 @@ def forked(blocks_: int = 5, slots: int = 2, processed: int = 10) -> CacheManage
     return cache
 
 
-@pytest.mark.parity("F343", "F344", "F347", "F349")
-def test_fk01_a_child_shares_the_state_until_its_first_step_writes_its_own() -> None:
+@pytest.mark.parity("F343", "F344", "F347", "F349", scenario="FK-01")
+def test_a_child_shares_the_state_until_its_first_step_writes_its_own() -> None:
     cache = forked()
     assert cache.states is not None
     assert blocks(cache, X) == [1, 2, 3] and cache.states.pool.owner_count(1) == 2
@@ -292,9 +290,9 @@ def test_fk01_a_child_shares_the_state_until_its_first_step_writes_its_own() -> 
     cache.check_integrity()
 
 
-@pytest.mark.parity("F344", "F334")
+@pytest.mark.parity("F344", "F334", scenario="FK-02")
 @pytest.mark.parametrize("lacking", ["blocks", "slots"])
-def test_fk02_a_fork_waits_for_a_block_and_a_slot_and_others_go_on(lacking: str) -> None:
+def test_a_fork_waits_for_a_block_and_a_slot_and_others_go_on(lacking: str) -> None:
     cache = forked(5 if lacking == "slots" else 4, 3)
     assert cache.states is not None
     child, other = record(Y, 11), record(Z, 3)
@@ -312,8 +310,8 @@ def test_fk02_a_fork_waits_for_a_block_and_a_slot_and_others_go_on(lacking: str)
     assert [r.id for r, _ in admission.selection.rows][:1] == [Y]
 
 
-@pytest.mark.parity("F342", "F343")
-def test_fk03_the_parent_ends_before_its_child_runs() -> None:
+@pytest.mark.parity("F342", "F343", scenario="FK-03")
+def test_the_parent_ends_before_its_child_runs() -> None:
     cache = forked()
     assert cache.states is not None
     free = cache.pool.free_ids(), cache.states.pool.free_ids()
@@ -326,8 +324,8 @@ def test_fk03_the_parent_ends_before_its_child_runs() -> None:
     assert cache.pool.free_count == 5 and cache.available_slots == 2
 
 
-@pytest.mark.parity("F343", "F346")
-def test_fk04_a_child_takes_no_block_behind_what_is_computed() -> None:
+@pytest.mark.parity("F343", "F346", scenario="FK-04")
+def test_a_child_takes_no_block_behind_what_is_computed() -> None:
     cache = caches(6, 3)
     cache.reserve([row_of(X, True, 0, 10, 13)]).commit([10])  # the fourth block is for what comes later
     assert blocks(cache, X) == [1, 2, 3, 4]
@@ -349,8 +347,8 @@ def test_a_fork_at_another_position_than_the_state_starts_over() -> None:
 # -- through the engine -----------------------------------------------------------------------------------------------
 
 
-def room_of(**config: Any) -> Room:
-    return Room(RecurrentDecoder(), **{**FIFO, **config})
+def room_of(**config: Any) -> OpenedEngine:
+    return OpenedEngine(RecurrentDecoder(), **{**FIFO, **config})
 
 
 @pytest.mark.parity("F343", "F347", "F346")

@@ -1,4 +1,4 @@
-"""PARITY W: forks share full blocks and copy a partly filled tail (fifo, first_id 1, B = 4)."""
+"""Forks share full blocks and copy a partly filled tail (fifo, first_id 1, B = 4)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import next_token, solo
-from tests.support.engine_room import FIFO, Room, advance, demand
+from tests.support.engine_room import FIFO, OpenedEngine, advance, demand
 
 TEN = [5, 9, 13, 21, 30, 3, 2, 8, 4, 11]
 
 
-def room_of(blocks: int, **config: Any) -> Room:
-    return Room(num_blocks=blocks, **FIFO, **config)
+def room_of(blocks: int, **config: Any) -> OpenedEngine:
+    return OpenedEngine(num_blocks=blocks, **FIFO, **config)
 
 
-def counts(room: Room, *blocks: int) -> list[int]:
+def counts(room: OpenedEngine, *blocks: int) -> list[int]:
     return [room.pool.owner_count(b) for b in blocks]
 
 
 def lab_parent(processed: int, blocks: int = 3) -> PagedCache:
-    """LB-06's parent, request 1: table [1 .. blocks], `processed` valid positions, in a pool of ids 1 to 5."""
+    """The parent, request 1: table [1 .. blocks], `processed` valid positions, in a pool of ids 1 to 5."""
     cache = PagedCache(BlockPool(6, 1, "fifo"), 4)
     advance(cache, demand(cache, 1, processed, length=4 * blocks))
     return cache
@@ -45,8 +45,8 @@ def table_of(cache: PagedCache, request: int) -> list[int]:
 # -- bare memory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F343", "F344", "F345")
-def test_lb09_fk01_a_partial_tail_is_copied_and_full_blocks_are_shared() -> None:
+@pytest.mark.parity("F343", "F344", "F345", scenario="LB-09, FK-01")
+def test_a_partial_tail_is_copied_and_full_blocks_are_shared() -> None:
     for processed in (9, 10):
         cache = lab_parent(processed)
         cache.fork(1, 2, processed)
@@ -61,9 +61,9 @@ def test_lb09_fk01_a_partial_tail_is_copied_and_full_blocks_are_shared() -> None
         assert table_of(cache, 1) == [1, 2, 3] and table_of(cache, 2) == [1, 2, 4]
 
 
-@pytest.mark.parity("F345")
+@pytest.mark.parity("F345", scenario="LB-08, FK-05")
 @pytest.mark.parametrize("parent_blocks", [3, 2])
-def test_lb08_fk05_a_full_last_block_is_not_copied(parent_blocks: int) -> None:
+def test_a_full_last_block_is_not_copied(parent_blocks: int) -> None:
     cache = lab_parent(8, parent_blocks)
     cache.fork(1, 2, 8)
     assert table_of(cache, 2) == [1, 2]
@@ -76,8 +76,8 @@ def test_lb08_fk05_a_full_last_block_is_not_copied(parent_blocks: int) -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parity("F344")
-def test_fk04_blocks_that_the_parent_only_reserved_are_not_shared() -> None:
+@pytest.mark.parity("F344", scenario="FK-04")
+def test_blocks_that_the_parent_only_reserved_are_not_shared() -> None:
     cache = lab_parent(10, 4)
     cache.fork(1, 2, 10)
     assert table_of(cache, 1) == [1, 2, 3, 4] and cache.pool.owner_count(4) == 1
@@ -85,9 +85,9 @@ def test_fk04_blocks_that_the_parent_only_reserved_are_not_shared() -> None:
     assert reservation.copies == ((3, 5),) and table_of(cache, 2) == [1, 2, 5]
 
 
-@pytest.mark.parity("F345", "F339")
+@pytest.mark.parity("F345", "F339", scenario="FK-07")
 @pytest.mark.parametrize(("processed", "copies", "keeps"), [(10, 1, 2), (8, 0, 2)])
-def test_fk07_a_fork_that_goes_on_takes_the_rest_of_its_blocks_at_once(processed: int, copies: int, keeps: int) -> None:
+def test_a_fork_that_goes_on_takes_the_rest_of_its_blocks_at_once(processed: int, copies: int, keeps: int) -> None:
     cache = PagedCache(BlockPool(9, 1, "fifo"), 4)
     advance(cache, demand(cache, 1, processed, length=12))
     cache.fork(1, 2, processed)
@@ -99,12 +99,10 @@ def test_fk07_a_fork_that_goes_on_takes_the_rest_of_its_blocks_at_once(processed
     assert cache.pool.owner_count(3) == 1
 
 
-@pytest.mark.parity("F349")
+@pytest.mark.parity("F349", scenario="LB-06, LB-07, LB-08, LB-09")
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("processed", [8, 9, 10])
-def test_lb06_lb07_lb08_lb09_a_source_that_is_released_before_its_copy_is_corrupted(
-    processed: int, early: bool
-) -> None:
+def test_a_source_that_is_released_before_its_copy_is_corrupted(processed: int, early: bool) -> None:
     """Token ids stand in for KV rows. The negative control shows that the check can see the corruption: of what is
     copied, and of nothing else."""
     pool = BlockPool(5, 1, "fifo")
@@ -160,8 +158,8 @@ def test_a_release_that_breaks_off_drops_no_share_twice(monkeypatch: pytest.Monk
 # -- through the engine -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F343", "F344", "F348", "F349")
-def test_fk01_the_copy_is_part_of_the_childs_first_step() -> None:
+@pytest.mark.parity("F343", "F344", "F348", "F349", scenario="FK-01")
+def test_the_copy_is_part_of_the_childs_first_step() -> None:
     room = room_of(5)
     parent = room.dormant(TEN)
     child = parent.fork()
@@ -181,8 +179,8 @@ def test_fk01_the_copy_is_part_of_the_childs_first_step() -> None:
     assert room.blocks(child) == [1, 2, 4] and counts(room, 1, 2, 3, 4) == [2, 2, 1, 1]
 
 
-@pytest.mark.parity("F344", "F349")
-def test_fk02_a_child_without_a_free_block_waits_and_keeps_its_pins() -> None:
+@pytest.mark.parity("F344", "F349", scenario="FK-02")
+def test_a_child_without_a_free_block_waits_and_keeps_its_pins() -> None:
     room = room_of(5)
     other = room.resident([6])
     parent, filler = room.dormant(TEN[:6]), room.dormant(TEN[:5])
@@ -202,8 +200,8 @@ def test_fk02_a_child_without_a_free_block_waits_and_keeps_its_pins() -> None:
     assert room.tokens[child.id] == [next_token([*parent.tokens, 7])]
 
 
-@pytest.mark.parity("F342", "F349")
-def test_fk03_a_parent_that_goes_first_leaves_its_blocks_to_the_child() -> None:
+@pytest.mark.parity("F342", "F349", scenario="FK-03")
+def test_a_parent_that_goes_first_leaves_its_blocks_to_the_child() -> None:
     room = room_of(8)
     parent = room.dormant(TEN)
     free = room.pool.free_ids()
@@ -219,8 +217,8 @@ def test_fk03_a_parent_that_goes_first_leaves_its_blocks_to_the_child() -> None:
     assert room.tokens[child.id] == [next_token([*history, 7])]
 
 
-@pytest.mark.parity("F346")
-def test_fk06_an_uncomputed_parent_cannot_be_forked() -> None:
+@pytest.mark.parity("F346", scenario="FK-06")
+def test_an_uncomputed_parent_cannot_be_forked() -> None:
     room = room_of(8)
     parent = room.add(TEN)
     with pytest.raises(InvalidCall, match="waiting cannot be forked"):
@@ -231,8 +229,8 @@ def test_fk06_an_uncomputed_parent_cannot_be_forked() -> None:
     assert room.pool.free_count == 8 and len(room.engine._lifecycle.requests.records) == 1
 
 
-@pytest.mark.parity("F346")
-def test_fk10_the_childs_last_token_is_computed_again() -> None:
+@pytest.mark.parity("F346", scenario="FK-10")
+def test_the_childs_last_token_is_computed_again() -> None:
     room = room_of(8)
     room.decoder.choose = lambda sequence: 1
     parent = room.dormant(TEN)
@@ -248,9 +246,9 @@ def test_fk10_the_childs_last_token_is_computed_again() -> None:
     assert room.tokens[child.id] == [next_token([*TEN, 7])]
 
 
-@pytest.mark.parity("F342", "F343")
+@pytest.mark.parity("F342", "F343", scenario="FK-09")
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_fk09_a_fork_of_a_fork_survives_every_order_of_ends(order: tuple[int, ...]) -> None:
+def test_a_fork_of_a_fork_survives_every_order_of_ends(order: tuple[int, ...]) -> None:
     room = room_of(12)
     parent = room.dormant(TEN)
     child = parent.fork()

@@ -1,4 +1,4 @@
-"""PARITY S: answers that follow a grammar, over the synthetic model with a vocabulary of letters."""
+"""Answers that follow a grammar (S), over the synthetic model with a vocabulary of letters."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def alone(guidance: Guidance | None, **options: Any) -> str:
     return answer(request)
 
 
-@pytest.mark.parity("F283")
+@pytest.mark.parity("F283", scenario="GD-04")
 def test_turns_with_different_grammars_and_without_one_run_in_one_batch() -> None:
-    """GD-04."""
     engine = chatty()
     digits, words, plain = regex("[0-9]{3}"), Guidance(GuidanceKind.LARK, 'start: "yes" | "no"'), None
     requests = [begin(engine, guidance) for guidance in (digits, words, plain)]
@@ -91,9 +90,8 @@ def test_a_grammar_cannot_change_under_its_turn() -> None:
         guidance.data = "b"  # type: ignore[misc]
 
 
-@pytest.mark.parity("F285")
+@pytest.mark.parity("F285", scenario="GD-02")
 def test_a_letter_that_the_model_does_not_want() -> None:
-    """GD-02."""
     decoder = Chatty()
     decoder.loud = (IDS["z"], IDS["q"])
     engine = chatty(decoder)
@@ -195,9 +193,11 @@ def test_a_mask_that_could_not_be_made_once_is_made_in_the_next_step(monkeypatch
     assert answer(request) == alone(regex("(ab|12|no)+x"))
 
 
-@pytest.mark.parity("F291", stand_in="the turn ends with its error at once (C37) instead of failing in every step")
+@pytest.mark.parity(
+    "F291", stand_in="the turn ends with its error at once (C37) instead of failing in every step", scenario="GD-05"
+)
 def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GD-05, but that the turn ends instead of failing for ever: the rest of the batch would wait for it."""
+    """The turn ends instead of failing for ever: the rest of the batch would wait for it."""
     made = Cursor.mask
 
     def limited(cursor: Cursor, tokens: list[int]) -> Any:
@@ -234,9 +234,8 @@ def test_a_mask_has_a_bit_for_each_column_of_the_logits() -> None:
     assert not start[len(letters().tokens) :].any(), "an id without a token was let through"
 
 
-@pytest.mark.parity("F293")
+@pytest.mark.parity("F293", scenario="GD-06")
 def test_a_second_turn_begins_its_grammar_anew() -> None:
-    """GD-06."""
     engine = chatty()
     request = begin(engine, regex("[0-9]{4}"))
     finish(engine)
@@ -270,7 +269,7 @@ def test_a_grammar_says_when_an_answer_ends(refused: dict[str, Any]) -> None:
     [
         (regex("(a"), "unclosed group"),
         (Guidance(GuidanceKind.JSON_SCHEMA, '{"type": "objec"}'), "objec"),
-        (Guidance(GuidanceKind.JSON_SCHEMA, "{"), "EOF"),
+        (Guidance(GuidanceKind.JSON_SCHEMA, "{"), "it is no JSON"),
         (Guidance(GuidanceKind.LARK, 'start: "a" b'), "unknown name"),
         (Guidance(GuidanceKind.LARK, "start: <|nothing|>"), "unknown special token"),
     ],

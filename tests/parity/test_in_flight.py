@@ -1,7 +1,7 @@
-"""What is in flight, and which rows are valid: PARITY W F350 to F362 as far as one step at a time has them.
+"""What is in flight, and which rows are valid: F350 to F362 as far as one step at a time has them.
 
-S1 keeps two steps in flight and counts what each has started. This engine has one: the positions in flight are those of
-its live reservation. So the tests below say what takes the place of S1's counters and of its deferred release."""
+The documents keep two steps in flight and count what each has started. This engine has one: the positions in flight are
+those of its live reservation. So tests below say what takes the place of those counters and of a deferred release."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine_actor.errors import ContractViolation, InvalidCall, StaleView
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.requests.record import RequestStatus
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, solo
-from tests.support.engine_room import Room, row_of
+from tests.support.engine_room import OpenedEngine, row_of
 
 X, Y = 1, 2
 
@@ -26,8 +26,8 @@ def committed(cache: CacheManager, request: int, positions: range, windowed: boo
 # -- which rows are valid ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F354", "F353")
-def test_fk11_a_row_needs_an_owner_and_a_committed_position() -> None:
+@pytest.mark.parity("F354", "F353", scenario="FK-11")
+def test_a_row_needs_an_owner_and_a_committed_position() -> None:
     cache = CacheManager(8, 4, 4)
     cache.reserve([row_of(X, True, 0, 10, 12)]).commit([10])
     assert committed(cache, X, range(-1, 13)) == list(range(10))  # not the position equal to the length, owned as it is
@@ -44,8 +44,8 @@ def test_fk11_a_row_needs_an_owner_and_a_committed_position() -> None:
     assert committed(other, X, range(10)) == []
 
 
-@pytest.mark.parity("F354", "F349")
-def test_fk11_a_row_is_not_valid_before_the_copy_that_fills_it_is_made() -> None:
+@pytest.mark.parity("F354", "F349", scenario="FK-11")
+def test_a_row_is_not_valid_before_the_copy_that_fills_it_is_made() -> None:
     cache = CacheManager(8, 4, 4)
     cache.reserve([row_of(X, True, 0, 10, 10)]).commit([10])
     cache.fork(X, Y, 10)
@@ -58,8 +58,8 @@ def test_fk11_a_row_is_not_valid_before_the_copy_that_fills_it_is_made() -> None
     assert committed(cache, Y, range(12)) == list(range(11))
 
 
-@pytest.mark.parity("F354")
-def test_fk11_a_row_that_a_later_position_replaced_in_its_ring_is_not_valid() -> None:
+@pytest.mark.parity("F354", scenario="FK-11")
+def test_a_row_that_a_later_position_replaced_in_its_ring_is_not_valid() -> None:
     cache = CacheManager(8, 4, 4, window=5, query_cap=4)
     assert cache.windows is not None and cache.windows.ring_size == 2
     cache.reserve([row_of(X, True, 0, 4, 12)]).commit([4])
@@ -88,10 +88,10 @@ def test_only_valid_rows_are_offered_to_the_prefix_index() -> None:
 # -- one step in flight -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F355", "F052")
-def test_dp12_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
+@pytest.mark.parity("F355", "F052", scenario="DP-12")
+def test_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
     """50 positions and four queries: 54 keys while the step runs, and 50 valid ones."""
-    room = Room(ForcedDecoder([5, 8, 9, 10, 12], drafts=8))
+    room = OpenedEngine(ForcedDecoder([5, 8, 9, 10, 12], drafts=8))
     request = room.resident([4] * 50)
     request.set_draft_tokens([8, 9, 10])
     forward, seen = room.decoder.forward, []
@@ -109,9 +109,9 @@ def test_dp12_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
     assert request.num_computed_tokens == 54
 
 
-@pytest.mark.parity("F151")
+@pytest.mark.parity("F151", scenario="DP-09")
 @pytest.mark.parity("F362", stand_in="one step is in flight: a second start is refused instead of counted")
-def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
+def test_a_second_step_cannot_start_before_the_first_has_ended() -> None:
     """start, start, finish, finish becomes: start, refused, finish, start. What was started is over when it ends."""
     cache = CacheManager(16, 4, 4)
     cache.reserve([row_of(X, True, 0, 50, 50)]).commit([50])
@@ -134,11 +134,11 @@ def test_dp09_a_second_step_cannot_start_before_the_first_has_ended() -> None:
     assert in_flight() == [] and cache.paged.table(X).num_computed_tokens == 56  # type: ignore[union-attr]
 
 
-@pytest.mark.parity("F365")
+@pytest.mark.parity("F365", scenario="PR-04")
 @pytest.mark.parity("F362", stand_in="one step is in flight: nothing can go while its step runs")
-def test_pr04_nothing_can_be_preempted_closed_or_cancelled_while_its_step_runs() -> None:
+def test_nothing_can_be_preempted_closed_or_cancelled_while_its_step_runs() -> None:
     """So no output arrives for a request that is gone."""
-    room = Room()
+    room = OpenedEngine()
     request = room.resident([5, 9, 13], max_generated_tokens=4)
     forward, refused = room.decoder.forward, []
 
@@ -158,7 +158,7 @@ def test_pr04_nothing_can_be_preempted_closed_or_cancelled_while_its_step_runs()
 
 @pytest.mark.parity("F350", "F349", "F348")
 def test_what_a_step_copies_from_stays_pinned_until_its_logits_were_read_and_nothing_waits_for_it() -> None:
-    room = Room()
+    room = OpenedEngine()
     parent = room.dormant([5, 9, 13])
     child = parent.fork()
     room.requests.append(child)
@@ -189,7 +189,7 @@ def test_what_a_step_copies_from_stays_pinned_until_its_logits_were_read_and_not
 )
 def test_a_step_owns_its_arrays_whatever_comes_after_it() -> None:
     """A decoder may still read them when the next step is packed."""
-    room = Room(chunk_size=3)
+    room = OpenedEngine(chunk_size=3)
     requests = [room.add([5 + i, 9, 13, 2, 7, 4], max_generated_tokens=9) for i in range(4)]
     kept: list[list[np.ndarray]] = []
 

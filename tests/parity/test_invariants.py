@@ -1,4 +1,4 @@
-"""PARITY K: the integrity sweep finds each violation (base: B = 4, 4 blocks; X {0, 1}, 5 positions; Y {2}, 4)."""
+"""The integrity sweep finds each violation (base: B = 4, 4 blocks; X {0, 1}, 5 positions; Y {2}, 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.requests.record import RequestStatus, TokenHistory
-from tests.support.engine_room import LOWEST, Room, advance, demand
+from tests.support.engine_room import LOWEST, OpenedEngine, advance, demand
 
 X, Y = 1, 2
 
@@ -25,8 +25,8 @@ def base() -> PagedCache:
     return cache
 
 
-@pytest.mark.parity("F181", "F183", "F184")
-def test_in01_sound_states_pass() -> None:
+@pytest.mark.parity("F181", "F183", "F184", scenario="IN-01")
+def test_sound_states_pass_the_check() -> None:
     cache = base()
     cache.check_integrity()
     reservation = cache.reserve([demand(cache, X, 9)])
@@ -102,7 +102,7 @@ def share_a_tail_that_is_written_to(cache: PagedCache) -> None:
     cache._tables[X].forked = False
 
 
-@pytest.mark.parity("F181", "F182", "F183", "F184")
+@pytest.mark.parity("F181", "F182", "F183", "F184", scenario="IN-02")
 @pytest.mark.parametrize(
     ("violate", "message"),
     [
@@ -123,7 +123,7 @@ def share_a_tail_that_is_written_to(cache: PagedCache) -> None:
         (share_a_tail_that_is_written_to, "its last block has other owners, and it is no fork"),
     ],
 )
-def test_in02_each_violation_is_found(violate: Callable[[PagedCache], None], message: str) -> None:
+def test_each_violation_of_an_invariant_is_found(violate: Callable[[PagedCache], None], message: str) -> None:
     cache = base()
     violate(cache)
     with pytest.raises(ContractViolation, match=message):
@@ -146,7 +146,7 @@ def lost_copy_source(cache: PagedCache, row: Any) -> None:
     cache.pool.free([2])
 
 
-@pytest.mark.parity("F184")
+@pytest.mark.parity("F184", scenario="IN-03")
 @pytest.mark.parametrize(
     "violate",
     [
@@ -156,7 +156,7 @@ def lost_copy_source(cache: PagedCache, row: Any) -> None:
         lost_copy_source,
     ],
 )
-def test_in03_reserved_blocks_belong_to_exactly_one_row(violate: Callable[[PagedCache, Any], None]) -> None:
+def test_reserved_blocks_belong_to_exactly_one_row(violate: Callable[[PagedCache, Any], None]) -> None:
     cache = base()
     reservation = cache.reserve([demand(cache, X, 9)])
     violate(cache, reservation.rows[0])
@@ -164,14 +164,14 @@ def test_in03_reserved_blocks_belong_to_exactly_one_row(violate: Callable[[Paged
         cache.check_integrity()
 
 
-@pytest.mark.parity("F186")
+@pytest.mark.parity("F186", scenario="IN-05")
 @pytest.mark.parametrize(
     ("current", "processed", "sound"),
     [(10, 12, False), (10, -1, False), (10, 9, True), (10, 10, True)],
 )
-def test_in05_processed_never_passes_the_current_length(current: int, processed: int, sound: bool) -> None:
+def test_processed_never_passes_the_current_length(current: int, processed: int, sound: bool) -> None:
     """TurnComplete may have one unprocessed token (length finish) or none (EOS finish)."""
-    room = Room(**LOWEST)
+    room = OpenedEngine(**LOWEST)
     if processed == current:
         room.decoder.choose = lambda sequence: 1
     request = room.dormant([5] * (current if processed == current else current - 1))
@@ -186,9 +186,9 @@ def test_in05_processed_never_passes_the_current_length(current: int, processed:
         room.engine.check_integrity()
 
 
-@pytest.mark.parity("F187", "F182")
-def test_in06_a_table_without_a_request_is_found() -> None:
-    room = Room(**LOWEST)
+@pytest.mark.parity("F187", "F182", scenario="IN-06")
+def test_a_table_without_a_request_is_found() -> None:
+    room = OpenedEngine(**LOWEST)
     request = room.resident([5, 9])
     del room.engine._lifecycle.requests.records[request.id]
     with pytest.raises(ContractViolation, match="does not exist"):
@@ -208,7 +208,7 @@ def test_in06_a_table_without_a_request_is_found() -> None:
     ],
 )
 def test_counters_and_states_that_contradict_memory_are_found(field: str, value: object, message: str) -> None:
-    room = Room(**LOWEST)
+    room = OpenedEngine(**LOWEST)
     record = room.record(room.resident([5, 9]))
     setattr(record, field, value)
     with pytest.raises(ContractViolation, match=message):
@@ -217,7 +217,7 @@ def test_counters_and_states_that_contradict_memory_are_found(field: str, value:
 
 @pytest.mark.parity("F187")
 def test_a_queue_that_contradicts_the_states_is_found() -> None:
-    room = Room(**LOWEST)
+    room = OpenedEngine(**LOWEST)
     request = room.add([5, 9])
     del room.engine._lifecycle.requests.queue[request.id]
     with pytest.raises(ContractViolation, match="queued: False"):
@@ -234,7 +234,7 @@ def test_the_sweep_is_linear() -> None:
     """Counted in executed lines: ten times the residents, about ten times the work."""
 
     def lines_of(residents: int) -> int:
-        room = Room(num_blocks=4 * residents, max_batch_size=residents, prefix_reuse=True)
+        room = OpenedEngine(num_blocks=4 * residents, max_batch_size=residents, prefix_reuse=True)
         for i in range(residents):
             room.add([2 + i % 60, 3, 4, 5, 6 + i // 60], ignore_eos=True)
         room.engine.run(2000)
@@ -266,7 +266,7 @@ class Untouched:
 @pytest.mark.parity("F146", "F188")
 def test_a_step_looks_at_no_idle_request() -> None:
     """Nor do the statistics: what they cost does not grow with the sessions that rest."""
-    room = Room(num_blocks=400, max_batch_size=8, max_residents=48, prefix_reuse=True)
+    room = OpenedEngine(num_blocks=400, max_batch_size=8, max_residents=48, prefix_reuse=True)
     idle = [room.dormant([2 + i, 3, 4, 5, 6]) for i in range(40)]
     running = [room.add([50 + i, 7, 8], ignore_eos=True) for i in range(4)]
     room.engine.run(64)

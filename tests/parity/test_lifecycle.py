@@ -1,4 +1,4 @@
-"""States, close, abandonment, threads: PARITY B (F012 to F051), scenarios LC."""
+"""States, close, abandonment, threads: B (F012 to F051)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def test_begin_turn_is_allowed_in_two_states_only(state: RequestStatus) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parity("F012", "F034", "F035")
+@pytest.mark.parity("F012", "F034", "F035", scenario="LC-06")
 @pytest.mark.parametrize("state", STATES)
 def test_cancel_ends_a_running_turn_only(state: RequestStatus) -> None:
-    """LC-06."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
     before = visible(request)
@@ -61,10 +60,9 @@ def test_cancel_ends_a_running_turn_only(state: RequestStatus) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parity("F012", "F039")
+@pytest.mark.parity("F012", "F039", scenario="LC-07")
 @pytest.mark.parametrize("state", STATES)
 def test_close_is_legal_in_every_state_and_gives_everything_back_once(state: RequestStatus) -> None:
-    """LC-07."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
     request.close()
@@ -102,9 +100,8 @@ def test_beams_are_refused_by_name(beams: int) -> None:
 # -- close, abandonment, the engine's end -----------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F039", "F074")
+@pytest.mark.parity("F039", "F074", scenario="EV-08")
 def test_close_purges_its_own_events_only() -> None:
-    """EV-08."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder)
     first, second, third = (engine.create_request() for _ in range(3))
@@ -118,9 +115,9 @@ def test_close_purges_its_own_events_only() -> None:
     assert decoder.packed_counts()[1] == [1, 1]
 
 
-@pytest.mark.parity("F040")
+@pytest.mark.parity("F040", scenario="LC-08")
 def test_a_request_belongs_to_one_engine() -> None:
-    """LC-08: a handle knows its own engine; the guard behind it refuses another's request."""
+    """A handle knows its own engine; the guard behind it refuses another's request."""
     mine, other = build_engine(ForcedDecoder()), build_engine(ForcedDecoder())
     request = mine.create_request()
     request.begin_turn(P10)
@@ -141,11 +138,10 @@ def drop_elsewhere(handles: list[Request]) -> None:
     thread.join()
 
 
-@pytest.mark.parity("F041", "F044")
+@pytest.mark.parity("F041", "F044", scenario="LC-11")
 @pytest.mark.parametrize("boundary", ["run", "has_pending_requests", "begin_turn"])
 @pytest.mark.parametrize("state", STATES)
 def test_a_dropped_request_is_reclaimed_at_the_next_call_of_the_owner(boundary: str, state: RequestStatus) -> None:
-    """LC-11."""
     engine = build_engine(ForcedDecoder())
     other = engine.create_request()
     held = free_blocks(engine)
@@ -166,9 +162,8 @@ def test_a_dropped_request_is_reclaimed_at_the_next_call_of_the_owner(boundary: 
     assert engine.stats()["requests"] == 1
 
 
-@pytest.mark.parity("F042")
+@pytest.mark.parity("F042", scenario="EV-13")
 def test_taking_a_handle_again_cancels_abandonment() -> None:
-    """EV-13."""
     engine = build_engine(ForcedDecoder(), max_batch_size=1)
     handles = [request_in(engine, RequestStatus.IDLE)]
     request_id, free = handles[0].id, free_blocks(engine)
@@ -204,9 +199,8 @@ def test_without_an_abandonment_the_boundary_allocates_nothing(monkeypatch: pyte
     assert engine.stats()["requests"] == len(requests) == 4
 
 
-@pytest.mark.parity("F044", "F071")
+@pytest.mark.parity("F044", "F071", scenario="EV-14")
 def test_events_and_queued_work_of_an_orphan_are_dropped() -> None:
-    """EV-14."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder, max_batch_size=1)
     first, second = engine.create_request(), engine.create_request()
@@ -236,10 +230,9 @@ def test_the_undrained_events_of_an_orphan_never_come() -> None:
     assert engine.stats()["pending_events"] == 0
 
 
-@pytest.mark.parity("F045")
+@pytest.mark.parity("F045", scenario="LC-12")
 @pytest.mark.parametrize("state", [RequestStatus.RUNNING, RequestStatus.IDLE, RequestStatus.WAITING])
 def test_handles_outlive_their_engine_as_tombstones(state: RequestStatus) -> None:
-    """LC-12."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
     del engine
@@ -304,10 +297,9 @@ def all_calls(engine: Engine, request: Request) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.parity("F047")
+@pytest.mark.parity("F047", scenario="LC-11")
 @pytest.mark.parametrize("state", [RequestStatus.RUNNING, RequestStatus.IDLE])
 def test_every_call_from_another_thread_is_refused(state: RequestStatus) -> None:
-    """LC-11."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
     before, stats = visible(request), engine.stats()

@@ -1,4 +1,4 @@
-"""PARITY F: what fits into a step (B = 4, N = 3, max_batch 2 unless stated; lowest, first_id 0)."""
+"""What fits into a step (F; B = 4, N = 3, max_batch 2 unless stated; lowest, first_id 0)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
-from tests.support.engine_room import LOWEST, Room
+from tests.support.engine_room import LOWEST, OpenedEngine
 
 ROWS, RESIDENTS, BLOCKS = DeferralReason.ROWS, DeferralReason.RESIDENTS, DeferralReason.BLOCKS
 
 
-def room_of(blocks: int = 3, batch: int = 2, **config: Any) -> Room:
-    return Room(num_blocks=blocks, max_batch_size=batch, **LOWEST, **config)
+def room_of(blocks: int = 3, batch: int = 2, **config: Any) -> OpenedEngine:
+    return OpenedEngine(num_blocks=blocks, max_batch_size=batch, **LOWEST, **config)
 
 
-def deferrals(room: Room) -> dict[int, DeferralReason]:
+def deferrals(room: OpenedEngine) -> dict[int, DeferralReason]:
     return {d.request_id: d.reason for d in room.plan().deferrals}
 
 
-def selected(room: Room) -> list[int]:
+def selected(room: OpenedEngine) -> list[int]:
     return [row.record.id for row in room.plan().rows]
 
 
-@pytest.mark.parity("F113", "F104", "F115", "F120")
-def test_pl02_selected_deferred_and_unserviceable_in_one_plan() -> None:
+@pytest.mark.parity("F113", "F104", "F115", "F120", scenario="PL-02")
+def test_selected_deferred_and_unserviceable_in_one_plan() -> None:
     room = room_of()
     x = room.dormant([5, 9, 13])
     y = room.resident([7, 2, 20])
@@ -45,8 +45,8 @@ def test_pl02_selected_deferred_and_unserviceable_in_one_plan() -> None:
     assert deferrals(room) == {z.id: RESIDENTS}
 
 
-@pytest.mark.parity("F113", "F114")
-def test_pl03_unserviceable_is_decided_on_the_whole_sequence() -> None:
+@pytest.mark.parity("F113", "F114", scenario="PL-03")
+def test_unserviceable_is_decided_on_the_whole_sequence() -> None:
     room = room_of(chunk_size=1)
     z = room.add([5] * 13)
     plan = room.plan()
@@ -54,9 +54,9 @@ def test_pl03_unserviceable_is_decided_on_the_whole_sequence() -> None:
     assert plan.rows == [] and plan.deferrals == [] and [r.id for r in plan.unserviceable] == [z.id]
 
 
-@pytest.mark.parity("F105", "F106")
+@pytest.mark.parity("F105", "F106", scenario="PL-04")
 @pytest.mark.parametrize("chunk", [0, 1])
-def test_pl04_a_chunk_that_would_fit_is_not_enough(chunk: int) -> None:
+def test_a_chunk_that_would_fit_is_not_enough(chunk: int) -> None:
     room = room_of(chunk_size=chunk)
     x = room.resident([5])
     z = room.add([3] * 9)
@@ -65,8 +65,8 @@ def test_pl04_a_chunk_that_would_fit_is_not_enough(chunk: int) -> None:
     assert [(d.request_id, d.reason, d.missing_blocks) for d in plan.deferrals] == [(z.id, BLOCKS, 1)]
 
 
-@pytest.mark.parity("F109")
-def test_pl05_an_omitted_resident_keeps_its_blocks_and_slots() -> None:
+@pytest.mark.parity("F109", scenario="PL-05")
+def test_an_omitted_resident_keeps_its_blocks_and_slots() -> None:
     room = room_of()
     x = room.dormant([5, 9, 13])
     y = room.resident([7, 2, 20])
@@ -77,8 +77,8 @@ def test_pl05_an_omitted_resident_keeps_its_blocks_and_slots() -> None:
     assert (room.blocks(x), x.num_computed_tokens, room.cache.table(x.id)) == before
 
 
-@pytest.mark.parity("F104", "F117", "F120")
-def test_pl06_dormant_residents_count_toward_residency() -> None:
+@pytest.mark.parity("F104", "F117", "F120", scenario="PL-06")
+def test_dormant_residents_count_toward_residency() -> None:
     room = room_of()
     room.dormant([5])
     room.dormant([7])
@@ -88,8 +88,8 @@ def test_pl06_dormant_residents_count_toward_residency() -> None:
     assert [(d.request_id, d.reason, d.missing_slots) for d in plan.deferrals] == [(z.id, RESIDENTS, 1)]
 
 
-@pytest.mark.parity("F109", "F110")
-def test_pl08_any_ordered_subset_can_be_selected() -> None:
+@pytest.mark.parity("F109", "F110", scenario="PL-08")
+def test_any_ordered_subset_can_be_selected() -> None:
     room = room_of(batch=3)
     room.dormant([5])
     y = room.resident([7])
@@ -104,15 +104,15 @@ def test_pl08_any_ordered_subset_can_be_selected() -> None:
     reservation.release()
 
 
-@pytest.mark.parity("F105", "F142")
-def test_pl09_a_first_chunk_of_three_reserves_blocks_for_nine() -> None:
+@pytest.mark.parity("F105", "F142", scenario="PL-09")
+def test_a_first_chunk_of_three_reserves_blocks_for_nine() -> None:
     room = room_of(chunk_size=3)
     z = room.resident([5] * 9)
     assert z.num_computed_tokens == 3 and room.blocks(z) == [0, 1, 2]
 
 
-@pytest.mark.parity("F106", "F113")
-def test_pl10_the_largest_prompt_of_an_empty_pool() -> None:
+@pytest.mark.parity("F106", "F113", scenario="PL-10")
+def test_the_largest_prompt_of_an_empty_pool_fits_and_one_token_more_never_does() -> None:
     room = room_of()
     fits = room.add([5] * 12)
     assert selected(room) == [fits.id]
@@ -122,10 +122,10 @@ def test_pl10_the_largest_prompt_of_an_empty_pool() -> None:
     assert plan.outcome is StepOutcome.UNSERVICEABLE_REQUEST and plan.unserviceable[0].id == too_long.id
 
 
-@pytest.mark.parity("F103", "F113", "F120", "F247")
-def test_pl11_a_table_wider_than_a_captured_graph_is_unserviceable() -> None:
+@pytest.mark.parity("F103", "F113", "F120", "F247", scenario="PL-11")
+def test_a_table_wider_than_a_captured_graph_is_unserviceable() -> None:
     """Context 16 in blocks of 4: four columns, although 100 blocks are free."""
-    room = Room(num_blocks=100, max_length=16, graph_capture=True)
+    room = OpenedEngine(num_blocks=100, max_length=16, graph_capture=True)
     assert room.cache.max_columns == 4 and room.cache.longest == 16
     for length, fits in ((16, True), (17, False)):
         request = room.engine.create_request()
@@ -146,13 +146,13 @@ def test_pl11_a_table_wider_than_a_captured_graph_is_unserviceable() -> None:
 def test_a_captured_table_is_as_wide_as_the_longest_sequence_and_the_pool(
     length: int, blocks: int, columns: int
 ) -> None:
-    captured = Room(num_blocks=blocks, max_length=length, graph_capture=True)
+    captured = OpenedEngine(num_blocks=blocks, max_length=length, graph_capture=True)
     assert captured.cache.max_columns == columns
-    assert Room(num_blocks=blocks, max_length=length).cache.longest == blocks * 4  # only graphs are narrow
+    assert OpenedEngine(num_blocks=blocks, max_length=length).cache.longest == blocks * 4  # only graphs are narrow
 
 
-@pytest.mark.parity("F107", "F116")
-def test_pl13_a_continuation_that_can_never_fit_fails_and_keeps_its_memory_until_close() -> None:
+@pytest.mark.parity("F107", "F116", scenario="PL-13")
+def test_a_continuation_that_can_never_fit_fails_and_keeps_its_memory_until_close() -> None:
     room = room_of()
     room.decoder.choose = lambda sequence: 1  # EOS
     x = room.dormant([5, 9, 13, 21])
@@ -292,7 +292,7 @@ def test_memory_that_runs_out_while_planning_is_raised_and_the_engine_stays_heal
 # -- fairness ---------------------------------------------------------------------------------------------------------
 
 
-def endless(room: Room, count: int) -> list[Request]:
+def endless(room: OpenedEngine, count: int) -> list[Request]:
     room.decoder.choose = lambda sequence: 5
     requests = [room.add([4, i + 2]) for i in range(count)]
     return requests
@@ -302,7 +302,7 @@ def endless(room: Room, count: int) -> list[Request]:
 @pytest.mark.parametrize("bounded", [False, True])
 def test_decodes_starve_a_prefill_unless_bounds_are_on(bounded: bool) -> None:
     fairness = FairnessBounds(max_passed_over=4) if bounded else FairnessBounds.off()
-    room = Room(max_scheduled_tokens=2, fairness=fairness)
+    room = OpenedEngine(max_scheduled_tokens=2, fairness=fairness)
     endless(room, 2)
     for _ in range(4):
         room.step()
@@ -316,7 +316,7 @@ def test_decodes_starve_a_prefill_unless_bounds_are_on(bounded: bool) -> None:
 @pytest.mark.parametrize("bounded", [False, True])
 def test_the_last_of_three_decodes_starves_in_two_rows_unless_bounds_are_on(bounded: bool) -> None:
     fairness = FairnessBounds() if bounded else FairnessBounds.off()
-    room = Room(max_scheduled_tokens=2, fairness=fairness)
+    room = OpenedEngine(max_scheduled_tokens=2, fairness=fairness)
     room.decoder.choose = lambda sequence: 5
     requests = [room.resident([4, i + 2]) for i in range(2)]
     # The third prefills before the others are admitted again, so that all three are decodes.
@@ -414,12 +414,12 @@ def test_a_large_continuation_is_overtaken_for_ever_unless_bounds_are_on(bound: 
 @pytest.mark.parity("F121")
 @pytest.mark.parametrize("rows", [32, 31])
 @pytest.mark.parametrize("bounded", [True, False])
-def test_a_long_prompt_beside_31_endless_decodes(bounded: bool, rows: int) -> None:
+def test_a_long_prompt_beside_31_endless_decodes_gets_its_share_where_bounds_are_on(bounded: bool, rows: int) -> None:
     """Budget 32: a quarter, 8 tokens a step, is the prefill's, so 2,000 tokens take 250 steps, and one more
-    where decodes that have waited for long go first. In S0's order it gets the one token that 31 decodes leave, and
-    where they leave no row it never starts."""
+    where decodes that have waited for long go first. In the plain order it gets the one token that 31 decodes leave,
+    and where they leave no row it never starts."""
     fairness = FairnessBounds() if bounded else FairnessBounds.off()
-    room = Room(
+    room = OpenedEngine(
         num_blocks=800,
         block_size=16,
         max_batch_size=rows,

@@ -13,7 +13,7 @@ from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus
 from engine_actor.scheduling.preemption import choose_victim
 from tests.support.doubles import solo
-from tests.support.engine_room import FIFO, Room
+from tests.support.engine_room import FIFO, OpenedEngine
 
 
 def record(number: int, processed: int, preemptions: int = 0) -> RequestRecord:
@@ -27,10 +27,10 @@ def victim_of(*records: RequestRecord, most: int = 4) -> int | None:
     return None if victim is None else victim.id
 
 
-@pytest.mark.parity("F341")
-def test_pr01_nobody_is_preempted_while_no_row_needs_a_block() -> None:
+@pytest.mark.parity("F341", scenario="PR-01")
+def test_nobody_is_preempted_while_no_row_needs_a_block() -> None:
     """X's 12 tokens fill all three blocks; its step writes the last position of them."""
-    room = Room(num_blocks=3, max_batch_size=2, **FIFO)
+    room = OpenedEngine(num_blocks=3, max_batch_size=2, **FIFO)
     x = room.resident([5] * 11, ignore_eos=True)
     y = room.add([7])
     assert (x.current_length, len(room.blocks(x)), room.pool.free_count) == (12, 3, 0)
@@ -39,8 +39,8 @@ def test_pr01_nobody_is_preempted_while_no_row_needs_a_block() -> None:
     assert room.engine.last_report.deferrals[0].reason is DeferralReason.BLOCKS and not room.blocks(y)
 
 
-@pytest.mark.parity("F364")
-def test_pr02_the_victim_costs_least_to_recompute_and_is_never_the_oldest() -> None:
+@pytest.mark.parity("F364", scenario="PR-02")
+def test_the_victim_costs_least_to_recompute_and_is_never_the_oldest() -> None:
     assert victim_of(record(1, 10), record(2, 7), record(3, 4)) == 3
     assert victim_of(record(1, 4), record(2, 7), record(3, 10)) == 2
     assert victim_of(record(3, 10), record(1, 4), record(2, 7)) == 2  # whatever the order
@@ -50,15 +50,15 @@ def test_pr02_the_victim_costs_least_to_recompute_and_is_never_the_oldest() -> N
     assert victim_of(record(1, 9)) is None and victim_of() is None
 
 
-@pytest.mark.parity("F364")
-def test_pr06_who_was_preempted_before_comes_last_and_nobody_is_preempted_in_vain() -> None:
+@pytest.mark.parity("F364", scenario="PR-06")
+def test_who_was_preempted_before_comes_last_and_nobody_is_preempted_in_vain() -> None:
     """The candidates of PR-06 in blocks of 4: a, b, and c that was preempted once; d, which has had no step, owns
     nothing and is none. Ours goes by the cost of recomputing and spares the oldest; so it is b as well."""
     a, b, c = record(1, 4), record(2, 16), record(3, 8, preemptions=1)
     assert victim_of(a, b, c, most=1) == 2
     assert victim_of(a, b, c, most=2) == 3  # c is cheaper, if it may be preempted again
     # A need of 20 blocks, which no victim could meet, preempts nobody.
-    room = Room(num_blocks=19, max_length=128, **FIFO)
+    room = OpenedEngine(num_blocks=19, max_length=128, **FIFO)
     running = [room.resident([7] * 4), room.resident([8] * 16), room.resident([9] * 30)]
     huge = room.add([5] * 77)  # 20 blocks
     room.step()
@@ -66,9 +66,9 @@ def test_pr06_who_was_preempted_before_comes_last_and_nobody_is_preempted_in_vai
     assert all(request.status is RequestStatus.RUNNING for request in running)
 
 
-@pytest.mark.parity("F342", "F365")
-def test_pr03_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if_undisturbed() -> None:
-    room = Room(num_blocks=6, **FIFO)
+@pytest.mark.parity("F342", "F365", scenario="PR-03")
+def test_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if_undisturbed() -> None:
+    room = OpenedEngine(num_blocks=6, **FIFO)
     x = room.add([5, 9, 13, 21], max_generated_tokens=16, ignore_eos=True)
     y = room.add([7, 2, 20, 4], max_generated_tokens=16, ignore_eos=True)
     waiting = room.add([6] * 20, max_generated_tokens=1)
@@ -90,9 +90,9 @@ def test_pr03_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if
     assert room.engine.metrics.preemptions == 1 and room.pool.free_count == 6
 
 
-@pytest.mark.parity("F341", "F116")
-def test_pr05_a_sole_request_that_fills_the_pool_ends_with_a_reason() -> None:
-    room = Room(num_blocks=3, **FIFO)
+@pytest.mark.parity("F341", "F116", scenario="PR-05")
+def test_a_sole_request_that_fills_the_pool_ends_with_a_reason() -> None:
+    room = OpenedEngine(num_blocks=3, **FIFO)
     request = room.add([5] * 10, ignore_eos=True)
     room.run_out(20)
     last = room.events[-1]
@@ -103,7 +103,7 @@ def test_pr05_a_sole_request_that_fills_the_pool_ends_with_a_reason() -> None:
 
 
 def test_dormant_requests_are_the_callers_to_close_before_anyone_is_preempted() -> None:
-    room = Room(num_blocks=3, **FIFO)
+    room = OpenedEngine(num_blocks=3, **FIFO)
     dormant = room.dormant([5] * 4)
     running = [room.add([7] * 4), room.add([8] * 4)]
     room.step()
@@ -117,7 +117,7 @@ def test_dormant_requests_are_the_callers_to_close_before_anyone_is_preempted() 
 
 @pytest.mark.parity("F341")
 def test_without_preemption_a_growth_deadlock_is_reported_with_its_reason() -> None:
-    room = Room(num_blocks=2, preemption=False, **FIFO)
+    room = OpenedEngine(num_blocks=2, preemption=False, **FIFO)
     running = [room.add([7] * 4), room.add([8] * 4)]
     room.step()
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_without_preemption_a_growth_deadlock_is_reported_with_its_reason() -> N
 
 @pytest.mark.parity("F342")
 def test_a_victims_shared_blocks_survive_with_their_other_owner() -> None:
-    room = Room(num_blocks=4, **FIFO)
+    room = OpenedEngine(num_blocks=4, **FIFO)
     parent = room.dormant([5, 9, 13, 21, 30, 3])
     child = parent.fork()
     room.requests.append(child)
@@ -162,7 +162,7 @@ def test_under_any_pressure_every_turn_ends_once_with_its_undisturbed_answer(
     arrivals: list[tuple[int, list[int], int]], blocks: int, rows: int, bounded: bool, reuse: bool, most: int
 ) -> None:
     """Every request fits alone (at most 21 positions, 6 blocks), so each must come through, and soon."""
-    room = Room(
+    room = OpenedEngine(
         num_blocks=blocks,
         max_batch_size=rows,
         max_residents=8,

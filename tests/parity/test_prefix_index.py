@@ -1,4 +1,4 @@
-"""Prefix reuse (scenarios PX): full blocks of equal prefixes are found by content, shared, and evicted tails first."""
+"""Prefix reuse: full blocks of equal prefixes are found by content, shared, and evicted tails first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine_actor.errors import ContractViolation
 from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.prefix_index import PrefixIndex, chained_sha256
 from tests.support.doubles import solo
-from tests.support.engine_room import FIFO, Room
+from tests.support.engine_room import FIFO, OpenedEngine
 
 EIGHT = [1, 2, 3, 4, 5, 6, 7, 8]
 Index = tuple[PrefixIndex, BlockPool]
@@ -33,7 +33,7 @@ def found(index: Index, salt: bytes, tokens: list[int]) -> list[int]:
     return list(index[0].match(salt, tokens).blocks)
 
 
-def test_px01_the_longest_indexed_prefix_is_adopted() -> None:
+def test_the_longest_indexed_prefix_is_adopted() -> None:
     index = index_of()
     blocks = put(index, EIGHT)
 
@@ -45,7 +45,7 @@ def test_px01_the_longest_indexed_prefix_is_adopted() -> None:
     assert match(b"", [5, 6, 7, 8, 9]) == []
 
 
-def test_px02_the_last_token_is_always_computed() -> None:
+def test_the_last_token_is_always_computed() -> None:
     index = index_of()
     blocks = put(index, [1, 2, 3, 4])
     assert found(index, b"", [1, 2, 3, 4]) == []
@@ -54,7 +54,7 @@ def test_px02_the_last_token_is_always_computed() -> None:
     assert found(index, b"", EIGHT) == blocks[:1]
 
 
-def test_px03_an_equal_hash_is_not_a_match() -> None:
+def test_an_equal_hash_is_not_a_match() -> None:
     index = index_of(constant_hash=True)
     original = put(index, [1, 2, 3, 4])
     put(index, [5, 6, 7, 8])  # collides: not indexed
@@ -63,7 +63,7 @@ def test_px03_an_equal_hash_is_not_a_match() -> None:
     assert found(index, b"", [1, 2, 3, 4, 9]) == original
 
 
-def test_px04_a_tail_does_not_outlive_its_head() -> None:
+def test_a_tail_does_not_outlive_its_head() -> None:
     """An impostor with the head's hash cannot bring the old tail back."""
 
     def weak(parent: bytes, tokens: bytes) -> bytes:
@@ -81,7 +81,7 @@ def test_px04_a_tail_does_not_outlive_its_head() -> None:
     assert sorted(pool.free_ids()) == sorted({*range(1, 9)} - {impostor})
 
 
-def test_px04_equal_tails_of_different_heads_are_told_apart_by_lineage_not_by_hash() -> None:
+def test_equal_tails_of_different_heads_are_told_apart_by_lineage_not_by_hash() -> None:
     pool = BlockPool(9)
     index = PrefixIndex(pool, 4, lambda parent, tokens: tokens)  # blind to the head
     first = put((index, pool), EIGHT)
@@ -91,7 +91,7 @@ def test_px04_equal_tails_of_different_heads_are_told_apart_by_lineage_not_by_ha
     assert found((index, pool), b"", [*EIGHT, 1]) == first
 
 
-def test_px05_tails_are_evicted_first() -> None:
+def test_tails_are_evicted_first() -> None:
     index, pool = index_of(2)
     blocks = put((index, pool), EIGHT)
     pool.free(blocks[::-1])  # as a table is released
@@ -101,7 +101,7 @@ def test_px05_tails_are_evicted_first() -> None:
     index.check_integrity()
 
 
-def test_px06_no_more_owners_can_be_dropped_than_there_are() -> None:
+def test_no_more_owners_can_be_dropped_than_there_are() -> None:
     index, pool = index_of(3)
     (block,) = put((index, pool), EIGHT[:4])
     pool.pin(block)
@@ -201,12 +201,12 @@ SYSTEM = [3 + i % 40 for i in range(500)]
 EIGHT_UP = [10, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
-def prefills(room: Room) -> int:
+def prefills(room: OpenedEngine) -> int:
     return room.engine.metrics.prefill_tokens
 
 
-def reuse(**config: int) -> Room:
-    return Room(
+def reuse(**config: int) -> OpenedEngine:
+    return OpenedEngine(
         **({"num_blocks": 200, "block_size": 16, "max_length": 1024, "prefix_reuse": True} | FIFO | config)  # type: ignore[arg-type]
     )
 

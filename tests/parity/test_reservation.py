@@ -1,4 +1,4 @@
-"""PARITY H: reserve, validate, commit, roll back (GenAI cases: lowest, first_id 0, B = 4)."""
+"""Reserve, validate, commit, roll back: H (F138 to F155); unless stated lowest first, from id 0 on, B = 4."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine_actor.memory.reservation import Reservation, RowDemand
 from engine_actor.requests.events import EventFlags
 from engine_actor.requests.outcomes import StepOutcome
 from tests.support.doubles import POISON, solo
-from tests.support.engine_room import LOWEST, Room, advance, demand, row_of
+from tests.support.engine_room import LOWEST, OpenedEngine, advance, demand, row_of
 
 X, Y, Z = 1, 2, 3
 
 
-def genai(blocks: int) -> PagedCache:
+def cache_from_zero(blocks: int) -> PagedCache:
     return PagedCache(BlockPool(blocks, 0, "lowest"), 4)
 
 
@@ -30,26 +30,26 @@ def state_of(cache: PagedCache) -> object:
     return tables, cache.pool.free_ids(), list(cache.pool._owners)
 
 
-@pytest.mark.parity("F139", "F138")
-def test_rs01_ceilings_are_summed_per_request() -> None:
-    cache = genai(4)
+@pytest.mark.parity("F139", "F138", scenario="RS-01")
+def test_ceilings_are_summed_per_request() -> None:
+    cache = cache_from_zero(4)
     cache.reserve([demand(cache, X, 1), demand(cache, Y, 1)])
     assert cache.pool.available == 2 and cache.table(X) is None and cache.table(Y) is None
     cache.check_integrity()
 
 
-@pytest.mark.parity("F129", "F139")
-def test_rs02_what_does_not_fit_as_a_whole_takes_nothing() -> None:
-    cache = genai(1)
+@pytest.mark.parity("F129", "F139", scenario="RS-02")
+def test_what_does_not_fit_as_a_whole_takes_nothing() -> None:
+    cache = cache_from_zero(1)
     with pytest.raises(OutOfBlocks):
         cache.reserve([demand(cache, X, 1), demand(cache, Y, 1)])
     assert cache.pool.available == 1 and not list(cache.residents())
     cache.reserve([demand(cache, X, 1)]).commit([1])  # no reservation was left behind
 
 
-@pytest.mark.parity("F141")
-def test_rs03_the_tail_of_the_last_block_is_filled_first() -> None:
-    cache = genai(2)
+@pytest.mark.parity("F141", scenario="RS-03")
+def test_the_tail_of_the_last_block_is_filled_first() -> None:
+    cache = cache_from_zero(2)
     advance(cache, demand(cache, X, 3))
     row = demand(cache, X, 4)
     assert cache.blocks_to_add(row) == 0
@@ -58,9 +58,9 @@ def test_rs03_the_tail_of_the_last_block_is_filled_first() -> None:
     assert table is not None and table.used_slots() == [4] and cache.pool.available == 1
 
 
-@pytest.mark.parity("F143")
-def test_rs05_release_is_idempotent_and_the_id_is_issued_again() -> None:
-    cache = genai(1)
+@pytest.mark.parity("F143", scenario="RS-05")
+def test_release_is_idempotent_and_the_id_is_issued_again() -> None:
+    cache = cache_from_zero(1)
     reservation = cache.reserve([demand(cache, X, 1)])
     block = reservation.rows[0].table.blocks[0]
     reservation.release()
@@ -70,9 +70,9 @@ def test_rs05_release_is_idempotent_and_the_id_is_issued_again() -> None:
     assert cache.reserve([demand(cache, Y, 1)]).rows[0].table.blocks == [block]
 
 
-@pytest.mark.parity("F143")
-def test_rs06_commit_publishes_once() -> None:
-    cache = genai(2)
+@pytest.mark.parity("F143", scenario="RS-06")
+def test_commit_publishes_once() -> None:
+    cache = cache_from_zero(2)
     reservation = advance(cache, demand(cache, X, 5))
     table = cache.table(X)
     assert table is not None and table.num_computed_tokens == 5 and table.used_slots() == [4, 1]
@@ -82,9 +82,9 @@ def test_rs06_commit_publishes_once() -> None:
     assert table.num_computed_tokens == 5 and cache.pool.available == 0
 
 
-@pytest.mark.parity("F142", "F106")
-def test_rs07_the_whole_prompt_is_reserved_at_its_first_chunk() -> None:
-    cache = genai(3)
+@pytest.mark.parity("F142", "F106", scenario="RS-07")
+def test_the_whole_prompt_is_reserved_at_its_first_chunk() -> None:
+    cache = cache_from_zero(3)
     advance(cache, demand(cache, X, 2, length=9))
     table = cache.table(X)
     assert table is not None
@@ -95,9 +95,9 @@ def test_rs07_the_whole_prompt_is_reserved_at_its_first_chunk() -> None:
     assert (len(table.blocks), table.num_computed_tokens) == (3, 6)
 
 
-@pytest.mark.parity("F111", "F112", "F140", "F152")
-def test_rs11_a_plan_that_contradicts_the_tables_is_refused_and_takes_nothing() -> None:
-    cache = genai(4)
+@pytest.mark.parity("F111", "F112", "F140", "F152", scenario="RS-11")
+def test_a_plan_that_contradicts_the_tables_is_refused_and_takes_nothing() -> None:
+    cache = cache_from_zero(4)
     advance(cache, demand(cache, X, 4))
     before = state_of(cache)
     wrong: list[tuple[list[RowDemand], str]] = [
@@ -120,7 +120,7 @@ def test_rs11_a_plan_that_contradicts_the_tables_is_refused_and_takes_nothing() 
 
 @pytest.mark.parity("F138", "F144")
 def test_a_reservation_leaves_committed_tables_alone_and_its_release_returns_all() -> None:
-    cache = genai(6)
+    cache = cache_from_zero(6)
     advance(cache, demand(cache, X, 4), demand(cache, Y, 3))
     before = state_of(cache)
     reservation = cache.reserve([demand(cache, Y, 9), demand(cache, Z, 5)])
@@ -157,7 +157,7 @@ def test_a_reservation_that_fails_owns_nothing_of_the_prefixes_that_it_found(fai
 
 @pytest.mark.parity("F151", "F148")
 def test_one_reservation_lives_at_a_time() -> None:
-    cache = genai(6)
+    cache = cache_from_zero(6)
     reservation = cache.reserve([demand(cache, X, 4)])
     with pytest.raises(ContractViolation, match="second reservation"):
         cache.reserve([demand(cache, Y, 4)])
@@ -167,7 +167,7 @@ def test_one_reservation_lives_at_a_time() -> None:
 
 @pytest.mark.parity("F145")
 def test_validation_is_pure_and_repeatable() -> None:
-    cache = genai(6)
+    cache = cache_from_zero(6)
     advance(cache, demand(cache, X, 3))
     reservation = cache.reserve([demand(cache, X, 6), demand(cache, Y, 2)])
     before = state_of(cache), cache.changes
@@ -218,12 +218,12 @@ TAMPERINGS = [
 ]
 
 
-@pytest.mark.parity("F145", "F146", "F147", "F148", "F149")
+@pytest.mark.parity("F145", "F146", "F147", "F148", "F149", scenario="RS-12")
 @pytest.mark.parametrize("tamper", TAMPERINGS)
 @pytest.mark.parametrize("late", [False, True])
-def test_rs12_nothing_is_published_over_memory_that_moved(tamper: Callable[[PagedCache], None], late: bool) -> None:
+def test_nothing_is_published_over_memory_that_moved(tamper: Callable[[PagedCache], None], late: bool) -> None:
     """`late`: the change comes between validation and publishing, so publishing itself has to look again."""
-    cache = genai(6)
+    cache = cache_from_zero(6)
     advance(cache, demand(cache, X, 4), demand(cache, Y, 3))
     reservation = cache.reserve([demand(cache, X, 5)])
     if late:
@@ -241,7 +241,7 @@ def test_rs12_nothing_is_published_over_memory_that_moved(tamper: Callable[[Page
     [lambda c: c.remove(Y), lambda c: c.truncate(Y, 1), lambda c: c.fork(Y, Z, 1)],
 )
 def test_tables_cannot_change_while_a_step_is_live(call: Callable[[PagedCache], Any]) -> None:
-    cache = genai(6)
+    cache = cache_from_zero(6)
     advance(cache, demand(cache, X, 4), demand(cache, Y, 3))
     reservation = cache.reserve([demand(cache, X, 5)])
     before = state_of(cache)
@@ -260,13 +260,13 @@ def test_occupancy_has_no_setters() -> None:
         with pytest.raises(AttributeError):
             setattr(pool, name, 1)
     with pytest.raises(AttributeError):
-        genai(4).resident_count = 1  # type: ignore[misc]
+        cache_from_zero(4).resident_count = 1  # type: ignore[misc]
 
 
 @pytest.mark.parity("F149")
 def test_a_removed_and_readmitted_request_has_another_table() -> None:
     """A mirror that knew the old table does not take the new one for it, even with the same blocks."""
-    room = Room(num_blocks=16, **LOWEST)
+    room = OpenedEngine(num_blocks=16, **LOWEST)
     request = room.resident([5, 9, 13], max_generated_tokens=20)
     old = room.cache.table(request.id)
     room.engine._lifecycle.preempt(request._record)
@@ -327,7 +327,7 @@ def test_rejected_rows_stay_written_and_invalid_until_they_are_overwritten() -> 
 
 @pytest.mark.parity("F147")
 def test_publishing_issues_nothing_and_grows_no_table() -> None:
-    cache = genai(6)
+    cache = cache_from_zero(6)
     advance(cache, demand(cache, X, 4))
     reservation = cache.reserve([demand(cache, X, 9), demand(cache, Y, 5)])
     tables = {row.demand.request_id: list(row.table.blocks) for row in reservation.rows}
@@ -343,7 +343,7 @@ def test_publishing_issues_nothing_and_grows_no_table() -> None:
 
 @pytest.mark.parity("F153")
 def test_a_reservation_that_fails_after_a_plan_stops_the_engine() -> None:
-    room = Room()
+    room = OpenedEngine()
     request = room.add([5, 9, 13])
 
     def fail(demands: object) -> Reservation:
@@ -362,7 +362,7 @@ def test_a_reservation_that_fails_after_a_plan_stops_the_engine() -> None:
 @pytest.mark.parity("F146", "F148")
 @pytest.mark.parametrize("tamper", [grow_pool, advance_omitted_table])
 def test_memory_that_moves_during_a_step_stops_the_engine(tamper: Callable[[PagedCache], None]) -> None:
-    room = Room()
+    room = OpenedEngine()
     first = room.dormant([5, 9, 13])
     omitted = room.dormant([7, 2, 20])
     assert (first.id, omitted.id) == (X, Y)
@@ -388,7 +388,7 @@ def test_memory_that_moves_during_a_step_stops_the_engine(tamper: Callable[[Page
 @pytest.mark.parity("F155")
 def test_what_a_rolled_back_step_wrote_is_never_read() -> None:
     """The step fails after it wrote; its blocks are poisoned and handed to somebody else."""
-    room = Room(num_blocks=16)
+    room = OpenedEngine(num_blocks=16)
     request = room.resident([5, 9, 13, 21], max_generated_tokens=20)  # its next step needs a second block
     room.decoder.fail_next = lambda: RetryableStepError("injected")
     other = room.add([7, 2, 20, 4, 6], max_generated_tokens=20)
@@ -403,7 +403,7 @@ def test_what_a_rolled_back_step_wrote_is_never_read() -> None:
 
 @pytest.mark.parity("F152")
 def test_tables_are_packed_only_for_rows_that_are_reserved() -> None:
-    room = Room()
+    room = OpenedEngine()
     room.add([5, 9, 13])
     room.add([7, 2])
     plan = room.plan()

@@ -1,4 +1,4 @@
-"""PARITY E: candidates, order, token budget (scenarios SC)."""
+"""Candidates, order, token budget: E (F084 to F102)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from engine_actor.requests.outcomes import DeferralReason, StepOutcome
 from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, row_limit, share_budget
 from tests.support.doubles import SyntheticDecoder, solo
-from tests.support.engine_room import FIFO, LOWEST, Room
+from tests.support.engine_room import FIFO, LOWEST, OpenedEngine
 
 P10, P20, P30 = [4, 5, 6], [6, 7, 8], [8, 9, 10]
 
 
-def test_sc01_planning_one_prompt_allocates_nothing() -> None:
-    room = Room(**FIFO)
+def test_planning_one_prompt_allocates_nothing() -> None:
+    room = OpenedEngine(**FIFO)
     request = room.add(P10)
     assert room.counts() == [(request.id, 3)]
     assert request.status is RequestStatus.WAITING and room.pool.free_count == 128 and room.pool.generation == 0
 
 
-@pytest.mark.parity("F093", "F097")
-def test_sc02_offsets_and_logits_rows_of_three_prompts() -> None:
-    room = Room(**FIFO)
+@pytest.mark.parity("F093", "F097", scenario="SC-02")
+def test_offsets_and_logits_rows_follow_from_the_counts_of_the_rows() -> None:
+    room = OpenedEngine(**FIFO)
     requests = [room.add(p) for p in (P10, P20, P30)]
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in requests]
@@ -37,9 +37,9 @@ def test_sc02_offsets_and_logits_rows_of_three_prompts() -> None:
     assert plan.token_count == 9 and not plan.graph_capture_eligible
 
 
-@pytest.mark.parity("F104", "F109")
-def test_sc03_residents_beyond_the_capacity_are_deferred() -> None:
-    room = Room(max_residents=2)
+@pytest.mark.parity("F104", "F109", scenario="SC-03")
+def test_residents_beyond_the_capacity_are_deferred() -> None:
+    room = OpenedEngine(max_residents=2)
     requests = [room.add(p) for p in (P10, P20, P30)]
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in requests[:2]]
@@ -47,9 +47,9 @@ def test_sc03_residents_beyond_the_capacity_are_deferred() -> None:
     assert {r.status for r in requests} == {RequestStatus.WAITING}
 
 
-@pytest.mark.parity("F084", "F104", "F118")
-def test_sc04_a_complete_resident_is_skipped_but_keeps_its_place() -> None:
-    room = Room(max_residents=1)
+@pytest.mark.parity("F084", "F104", "F118", scenario="SC-04")
+def test_a_complete_resident_is_skipped_but_keeps_its_place() -> None:
+    room = OpenedEngine(max_residents=1)
     x = room.dormant(P10)
     y = room.add(P20)
     plan = room.plan()
@@ -58,9 +58,9 @@ def test_sc04_a_complete_resident_is_skipped_but_keeps_its_place() -> None:
     assert room.counts() == [(y.id, 3)]
 
 
-@pytest.mark.parity("F087", "F122", "F097")
-def test_sc06_a_budget_of_two_takes_two_decodes() -> None:
-    room = Room()
+@pytest.mark.parity("F087", "F122", "F097", scenario="SC-06")
+def test_a_budget_of_two_takes_two_decodes_and_defers_the_rest() -> None:
+    room = OpenedEngine()
     decodes = [room.resident(p, ignore_eos=True) for p in (P10, P20, P30)]
     prefill = room.add(P10)
     room.engine._scheduler = Scheduler(
@@ -72,19 +72,19 @@ def test_sc06_a_budget_of_two_takes_two_decodes() -> None:
     assert plan.graph_capture_eligible and plan.token_count == 2
 
 
-@pytest.mark.parity("F089", "F092", "F094")
+@pytest.mark.parity("F089", "F092", "F094", scenario="SC-07, SC-09")
 @pytest.mark.parametrize(("chunk", "count"), [(1, 1), (0, 2)])
-def test_sc07_sc09_a_prompt_of_three_under_a_budget_of_two(chunk: int, count: int) -> None:
-    room = Room(max_scheduled_tokens=2, chunk_size=chunk)
+def test_a_prompt_of_three_under_a_budget_of_two_is_cut_with_and_without_a_chunk_size(chunk: int, count: int) -> None:
+    room = OpenedEngine(max_scheduled_tokens=2, chunk_size=chunk)
     room.add(P10)
     (row,) = room.plan().rows
     assert (row.count, row.demand.target, row.demand.length) == (count, count, 3)
 
 
-@pytest.mark.parity("F095", "F234")
+@pytest.mark.parity("F095", "F234", scenario="SC-10")
 @pytest.mark.parametrize("tampered", [0, 4])
-def test_sc10_a_count_outside_the_unprocessed_tokens_is_refused(tampered: int) -> None:
-    room = Room()
+def test_a_count_outside_the_unprocessed_tokens_is_refused(tampered: int) -> None:
+    room = OpenedEngine()
     request = room.add(P10)
     plan = room.plan()
     plan.check()
@@ -103,7 +103,7 @@ def test_sc10_a_count_outside_the_unprocessed_tokens_is_refused(tampered: int) -
 
 @pytest.mark.parity("F095")
 def test_a_plan_with_a_request_twice_a_finished_one_or_a_gap_is_refused() -> None:
-    room = Room()
+    room = OpenedEngine()
     request = room.add(P10)
     room.add(P20)
     plan = room.plan()
@@ -124,16 +124,16 @@ def test_a_plan_with_a_request_twice_a_finished_one_or_a_gap_is_refused() -> Non
         plan.check()
 
 
-@pytest.mark.parity("F113", "F116")
-def test_sc11_a_resident_whose_growth_can_never_fit() -> None:
-    room = Room(num_blocks=1, **LOWEST)
+@pytest.mark.parity("F113", "F116", scenario="SC-11")
+def test_a_resident_whose_growth_can_never_fit_is_unserviceable() -> None:
+    room = OpenedEngine(num_blocks=1, **LOWEST)
     request = room.resident([4, 5, 6, 7])
     plan = room.plan()
     assert not plan.executable and not plan.deferrals
     assert plan.outcome is StepOutcome.UNSERVICEABLE_REQUEST and [r.id for r in plan.unserviceable] == [request.id]
 
 
-@pytest.mark.parity("F088", "F089")
+@pytest.mark.parity("F088", "F089", scenario="SC-12")
 @pytest.mark.parametrize(
     ("wants", "budget", "counts"),
     [
@@ -143,12 +143,14 @@ def test_sc11_a_resident_whose_growth_can_never_fit() -> None:
         ([1, 512, 512, 100], 1024, [1, 512, 510, 1]),
     ],
 )
-def test_sc12_budget_tables(wants: list[int], budget: int, counts: list[int]) -> None:
+def test_the_budget_gives_one_token_each_and_the_rest_to_prefills_in_order(
+    wants: list[int], budget: int, counts: list[int]
+) -> None:
     assert share_budget(wants, budget) == counts
 
 
-@pytest.mark.parity("F088", "F089")
-def test_sc12_a_budget_below_one_token_each_is_an_error() -> None:
+@pytest.mark.parity("F088", "F089", scenario="SC-12")
+def test_a_budget_below_one_token_each_is_an_error() -> None:
     with pytest.raises(ValueError, match="3 rows do not fit into a budget of 2"):
         share_budget([1, 1, 1], 2)
 
@@ -168,10 +170,12 @@ def test_the_budget_is_never_exceeded_and_never_wasted(wants: list[int], budget:
     assert counts[short + 1 :] == [1] * len(counts[short + 1 :])
 
 
-@pytest.mark.parity("F088", "F091", "F100")
-def test_sc14_a_huge_prefill_hides_no_decode() -> None:
+@pytest.mark.parity("F088", "F091", "F100", scenario="SC-14")
+def test_a_huge_prefill_hides_no_decode() -> None:
     """131,072 tokens beside 7 decodes under 2,048: 2,041 a step, 65 steps, each decode one token in every step."""
-    room = Room(SyntheticDecoder(context=140_000), num_blocks=600, block_size=256, max_length=140_000, max_residents=8)
+    room = OpenedEngine(
+        SyntheticDecoder(context=140_000), num_blocks=600, block_size=256, max_length=140_000, max_residents=8
+    )
     decodes = [room.add([4, i + 2], ignore_eos=True) for i in range(7)]
     room.step()
     before = [r.current_length for r in decodes]
@@ -185,9 +189,9 @@ def test_sc14_a_huge_prefill_hides_no_decode() -> None:
     assert [r.current_length - n for r, n in zip(decodes, before, strict=True)] == [65] * 7
 
 
-@pytest.mark.parity("F096", "F098")
-def test_sc15_planning_twice_gives_the_same_plan_and_changes_nothing() -> None:
-    room = Room(prefix_reuse=True)
+@pytest.mark.parity("F096", "F098", scenario="SC-15")
+def test_planning_twice_gives_the_same_plan_and_changes_nothing() -> None:
+    room = OpenedEngine(prefix_reuse=True)
     assert [room.engine._scheduler.plan(9).outcome, room.engine._scheduler.plan(9).transaction_id] == [
         StepOutcome.NO_WORK,
         9,
@@ -202,9 +206,9 @@ def test_sc15_planning_twice_gives_the_same_plan_and_changes_nothing() -> None:
     assert first == second and room.fingerprint() == before
 
 
-@pytest.mark.parity("F084", "F109", "F138")
-def test_sc16_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
-    room = Room(num_blocks=4, max_batch_size=2, chunk_size=3, **LOWEST)
+@pytest.mark.parity("F084", "F109", "F138", scenario="SC-16")
+def test_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
+    room = OpenedEngine(num_blocks=4, max_batch_size=2, chunk_size=3, **LOWEST)
     prefill, decode = room.add([4, 5, 6, 7, 8]), room.add([9])
     room.step()
     assert (prefill.num_computed_tokens, decode.num_computed_tokens) == (3, 1)
@@ -219,9 +223,9 @@ def test_sc16_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
     assert (prefill.num_computed_tokens, decode.num_computed_tokens) == (3, 2)
 
 
-@pytest.mark.parity("F086", "F084")
-def test_sc17_decodes_first_then_prefills_both_stable() -> None:
-    room = Room(chunk_size=2)
+@pytest.mark.parity("F086", "F084", scenario="SC-17")
+def test_decodes_first_then_prefills_both_stable() -> None:
+    room = OpenedEngine(chunk_size=2)
     prompts = [[4] * 20, [5], [6] * 20, [7]]
     requests = [room.add(p, ignore_eos=True) for p in prompts]
     room.step()
@@ -229,8 +233,8 @@ def test_sc17_decodes_first_then_prefills_both_stable() -> None:
     assert [row.record.id for row in room.plan().rows] == [d1.id, d2.id, p1.id, p2.id]  # indices 1, 3, 0, 2
 
 
-@pytest.mark.parity("F087")
-def test_sc17_row_limit() -> None:
+@pytest.mark.parity("F087", scenario="SC-17")
+def test_a_step_has_no_more_rows_than_either_limit_allows() -> None:
     assert (row_limit(3, 8), row_limit(8, 3)) == (3, 3)
     for tokens, batch in ((0, 3), (3, 0)):
         with pytest.raises(ValueError, match="must be positive"):
@@ -239,9 +243,9 @@ def test_sc17_row_limit() -> None:
             EngineLimits(max_scheduled_tokens=tokens, max_batch_size=batch)
 
 
-@pytest.mark.parity("F101", "F092", "F106", "F056")
-def test_sc18_a_prompt_spans_steps_and_reserves_at_the_first() -> None:
-    room = Room(num_blocks=3, max_batch_size=1, max_scheduled_tokens=2, **LOWEST)
+@pytest.mark.parity("F101", "F092", "F106", "F056", scenario="SC-18")
+def test_a_prompt_spans_steps_and_reserves_at_the_first() -> None:
+    room = OpenedEngine(num_blocks=3, max_batch_size=1, max_scheduled_tokens=2, **LOWEST)
     request = room.add([4, 5, 6, 7, 8, 9, 10, 11, 12], max_generated_tokens=1)
     counts, slots, events = [], [], []
     while request.finish_reason is None:
@@ -254,7 +258,7 @@ def test_sc18_a_prompt_spans_steps_and_reserves_at_the_first() -> None:
 
 @pytest.mark.parity("F084")
 def test_candidates_are_residents_in_resident_order_then_the_queue_in_order_of_submission() -> None:
-    room = Room()
+    room = OpenedEngine()
     first, second, third = room.dormant(P10), room.dormant(P20), room.dormant(P30)
     queued = [room.add([11, 12]), room.add([13])]
     third.begin_turn([7])
@@ -265,7 +269,7 @@ def test_candidates_are_residents_in_resident_order_then_the_queue_in_order_of_s
 
 @pytest.mark.parity("F085")
 def test_a_continuation_is_not_new_and_allocates_none_of_its_blocks_again() -> None:
-    room = Room(**FIFO)
+    room = OpenedEngine(**FIFO)
     request = room.dormant([4, 5, 6, 7, 8])
     blocks = room.blocks(request)
     request.begin_turn([9])
@@ -278,7 +282,7 @@ def test_a_continuation_is_not_new_and_allocates_none_of_its_blocks_again() -> N
 
 @pytest.mark.parity("F093", "F100", "F243")
 def test_prefills_and_decodes_share_one_call_without_padding() -> None:
-    room = Room()
+    room = OpenedEngine()
     decode = room.resident([9, 3])
     prompts = [room.add([4, 5, 6]), room.add([7, 8])]
     room.step()
@@ -291,7 +295,7 @@ def test_prefills_and_decodes_share_one_call_without_padding() -> None:
 
 @pytest.mark.parity("F094", "F055")
 def test_targets_are_processed_plus_count_and_whole_is_the_current_length() -> None:
-    room = Room(chunk_size=2)
+    room = OpenedEngine(chunk_size=2)
     decode = room.resident([9])
     prompt = room.add([4, 5, 6, 7, 8])
     room.step()
@@ -302,12 +306,12 @@ def test_targets_are_processed_plus_count_and_whole_is_the_current_length() -> N
 
 @pytest.mark.parity("F097")
 def test_only_a_pure_decode_step_can_replay_a_graph() -> None:
-    room = Room()
+    room = OpenedEngine()
     room.resident([9])
     assert room.plan().graph_capture_eligible
     room.add([4])  # one token, but a prefill
     assert not room.plan().graph_capture_eligible
-    assert not Room().plan().graph_capture_eligible
+    assert not OpenedEngine().plan().graph_capture_eligible
 
 
 @pytest.mark.parity("F099")
@@ -317,7 +321,7 @@ def test_planning_is_the_only_way_to_a_step() -> None:
 
 
 def test_priorities_go_first_and_equal_ones_keep_their_order() -> None:
-    room = Room(max_batch_size=2, max_residents=8)
+    room = OpenedEngine(max_batch_size=2, max_residents=8)
     low, high, same = room.add([4], priority=1), room.add([5], priority=-1), room.add([6], priority=-1)
     assert [row.record.id for row in room.plan().rows] == [high.id, same.id]
     assert [d.request_id for d in room.plan().deferrals] == [low.id]
@@ -329,7 +333,7 @@ def test_any_budget_and_chunk_writes_each_position_once_and_gives_the_same_token
     length: int, budget: int, chunk: int
 ) -> None:
     prompt = [3 + i for i in range(length)]
-    room = Room(num_blocks=16, max_scheduled_tokens=budget, chunk_size=chunk)
+    room = OpenedEngine(num_blocks=16, max_scheduled_tokens=budget, chunk_size=chunk)
     request = room.add(prompt, max_generated_tokens=6)
     other = room.add([7, 2, 20, 4], max_generated_tokens=6)
     room.run_out()
@@ -346,7 +350,7 @@ def test_any_budget_and_chunk_writes_each_position_once_and_gives_the_same_token
 
 @pytest.mark.parity("F086", "F108")
 def test_a_blocked_decode_gives_its_row_to_the_next_decode_not_to_a_prefill() -> None:
-    room = Room(num_blocks=4, max_batch_size=4, preemption=False, **LOWEST)
+    room = OpenedEngine(num_blocks=4, max_batch_size=4, preemption=False, **LOWEST)
     blocked = room.add([4, 5, 6, 7], ignore_eos=True)
     others = [room.add([8], ignore_eos=True), room.add([9], ignore_eos=True)]
     room.step()
@@ -364,7 +368,7 @@ def test_a_blocked_decode_gives_its_row_to_the_next_decode_not_to_a_prefill() ->
 
 
 def test_decodes_use_what_a_short_prefill_leaves_of_its_share() -> None:
-    room = Room(max_batch_size=16, max_scheduled_tokens=8, fairness=FairnessBounds(min_prefill_share=0.5))
+    room = OpenedEngine(max_batch_size=16, max_scheduled_tokens=8, fairness=FairnessBounds(min_prefill_share=0.5))
     for i in range(7):
         room.add([4 + i], ignore_eos=True)
     room.step()

@@ -1,4 +1,4 @@
-"""The synthetic model end to end: scenarios SY. Tokens travel through real block tables and packed inputs."""
+"""The synthetic model end to end. Tokens travel through real block tables and packed inputs."""
 
 from __future__ import annotations
 
@@ -45,23 +45,20 @@ def test_the_closed_form_says_the_same() -> None:
     assert (solo(A, 16), solo(BP, 16), solo(L, 20)) == (A16, B16, L20)
 
 
-def test_one_request(engine: Engine) -> None:
-    """SY-01."""
+def test_one_request_is_answered_to_its_limit(engine: Engine) -> None:
     request = start(engine, A, 12)
     events = run_out(engine)
     assert tokens_of(events, request) == A16[:12]
     assert events[-1].finish_reason is FinishReason.MAX_GENERATED_TOKENS
 
 
-def test_two_requests_together(engine: Engine) -> None:
-    """SY-02."""
+def test_two_requests_together_say_what_each_says_alone(engine: Engine) -> None:
     a, b = start(engine, A, 16), start(engine, BP, 16)
     events = run_out(engine)
     assert (tokens_of(events, a), tokens_of(events, b)) == (A16, B16)
 
 
-def test_one_joins_later(engine: Engine) -> None:
-    """SY-03."""
+def test_a_request_that_joins_later_changes_no_answer(engine: Engine) -> None:
     a = start(engine, A, 16)
     events = [event for _ in range(3) for event in engine.run(8)]
     b = start(engine, BP, 16)
@@ -69,23 +66,21 @@ def test_one_joins_later(engine: Engine) -> None:
     assert (tokens_of(events, a), tokens_of(events, b)) == (A16, B16)
 
 
-def test_a_longer_prompt(engine: Engine) -> None:
-    """SY-04."""
+def test_a_prompt_of_several_blocks_is_answered_as_any_other(engine: Engine) -> None:
     request = start(engine, L, 16)
     assert tokens_of(run_out(engine), request) == L16
 
 
-def test_a_short_turn_beside_a_long_one(engine: Engine) -> None:
-    """SY-06."""
+def test_a_short_turn_ends_beside_a_long_one_that_goes_on(engine: Engine) -> None:
     a, long = start(engine, A, 5), start(engine, L, 20)
     events = run_out(engine)
     assert (tokens_of(events, a), tokens_of(events, long)) == (A16[:5], L20)
 
 
-@pytest.mark.parity("F032")
+@pytest.mark.parity("F032", scenario="SY-05, SY-07")
 @pytest.mark.parametrize("peer", [False, True])
 def test_a_second_turn_with_eos_in_its_input(engine: Engine, peer: bool) -> None:
-    """SY-05 and SY-07: the first turn ends by EOS, the second goes on, with and without a peer."""
+    """The first turn ends by EOS, the second goes on, with and without a peer."""
     first = start(engine, A, 60)
     long = start(engine, L, 100) if peer else None
     events = []
@@ -100,9 +95,8 @@ def test_a_second_turn_with_eos_in_its_input(engine: Engine, peer: bool) -> None
         assert long.tokens == L + solo(L, 100)
 
 
-@pytest.mark.parity("F041")
+@pytest.mark.parity("F041", scenario="SY-08")
 def test_dropped_requests_make_room(engine: Engine) -> None:
-    """SY-08."""
     requests = [start(engine, [5 + i, 9, 13], 1) for i in range(8)]
     run_out(engine)
     assert {request.status for request in requests} == {RequestStatus.IDLE}
@@ -111,9 +105,8 @@ def test_dropped_requests_make_room(engine: Engine) -> None:
     assert tokens_of(run_out(engine), request) == [21, 30, 40, 51]
 
 
-@pytest.mark.parity("F039")
+@pytest.mark.parity("F039", scenario="SY-09")
 def test_a_closed_request_falls_silent(engine: Engine) -> None:
-    """SY-09."""
     a, b = start(engine, A, 40), start(engine, BP, 16)
     events = [event for _ in range(4) for event in engine.run(8)]
     a.close()
@@ -121,9 +114,8 @@ def test_a_closed_request_falls_silent(engine: Engine) -> None:
     assert (tokens_of(events, a), tokens_of(events, b)) == (A16[:4], B16)
 
 
-@pytest.mark.parity("F045")
+@pytest.mark.parity("F045", scenario="SY-10")
 def test_a_new_engine_knows_nothing_of_the_old_one() -> None:
-    """SY-10."""
     for _ in range(2):
         engine = build_engine(SyntheticDecoder(), max_length=128)
         assert not engine.has_pending_requests()
@@ -133,11 +125,10 @@ def test_a_new_engine_knows_nothing_of_the_old_one() -> None:
         assert request.status is RequestStatus.CLOSED
 
 
-@pytest.mark.parity("F089", "F101")
+@pytest.mark.parity("F089", "F101", scenario="SY-11")
 @pytest.mark.parametrize(("chunk", "steps"), [(1, 21), (2, 18), (4, 17), (5, 17), (6, 16), (0, 16)])
 @pytest.mark.parametrize("kind", [SyntheticDecoder, RecurrentDecoder])
 def test_chunks_change_the_steps_and_not_the_tokens(kind: type[SyntheticDecoder], chunk: int, steps: int) -> None:
-    """SY-11."""
     decoder = kind()
     engine = build_engine(decoder, chunk_size=chunk)
     request = start(engine, L, 16)
@@ -145,9 +136,8 @@ def test_chunks_change_the_steps_and_not_the_tokens(kind: type[SyntheticDecoder]
     assert len(decoder.steps) == steps
 
 
-@pytest.mark.parity("F128", "F141")
+@pytest.mark.parity("F128", "F141", scenario="SY-12")
 def test_slots_and_blocks_grow_as_the_sequence_does(engine: Engine) -> None:
-    """SY-12."""
     request = start(engine, A, 16)
     slots, blocks = [], []
     while engine.has_pending_requests():
@@ -162,9 +152,8 @@ def test_slots_and_blocks_grow_as_the_sequence_does(engine: Engine) -> None:
     assert engine.stats()["blocks_free"] == 128
 
 
-@pytest.mark.parity("F030")
+@pytest.mark.parity("F030", scenario="SY-13")
 def test_a_continuation_packs_only_what_is_new() -> None:
-    """SY-13."""
     decoder = SyntheticDecoder()
     engine = build_engine(decoder)
     request = start(engine, A, 4)
@@ -180,7 +169,7 @@ def test_a_continuation_packs_only_what_is_new() -> None:
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("kind", [SyntheticDecoder, RecurrentDecoder])
 def test_a_random_workload_equals_the_closed_form(kind: type[SyntheticDecoder], seed: int, small: bool) -> None:
-    """SY-14, also in a pool that is too small for all, with everything beyond S0 switched on."""
+    """Also in a pool that is too small for all, with fairness, prefix reuse and preemption switched on."""
     rng = random.Random(seed)
     decoder = kind()
     beyond = {"num_blocks": 14, "max_residents": 5, "prefix_reuse": True, "fairness": FairnessBounds(), "chunk_size": 3}

@@ -1,4 +1,4 @@
-"""One step as a transaction: PARITY I (F156 to F168)."""
+"""One step as a transaction: I (F156 to F168)."""
 
 from __future__ import annotations
 
@@ -268,9 +268,8 @@ def test_without_room_for_its_output_a_step_does_not_reach_the_model(monkeypatch
     engine.check_integrity()
 
 
-@pytest.mark.parity("F164")
+@pytest.mark.parity("F164", scenario="FA-06")
 def test_a_failure_leaves_earlier_steps_alone() -> None:
-    """FA-06."""
     decoder = ForcedDecoder()
     engine = build_engine(decoder, max_batch_size=1)
     request = engine.create_request()
@@ -424,9 +423,8 @@ def test_counters_of_a_scripted_history(monkeypatch: pytest.MonkeyPatch) -> None
     assert engine.last_report.outcome is StepOutcome.EXECUTION_CONTRACT_FAILURE
 
 
-@pytest.mark.parity("F156")
+@pytest.mark.parity("F156", scenario="FA-19")
 def test_phases_out_of_order_are_refused() -> None:
-    """FA-19."""
     engine = build_engine(ForcedDecoder())
     request = engine.create_request()
     request.begin_turn(P10)
@@ -461,10 +459,10 @@ def test_phases_out_of_order_are_refused() -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parity("F161")
+@pytest.mark.parity("F161", scenario="FA-14")
 @pytest.mark.parametrize("fails", [0, 1, 2, 3])
 def test_sampled_tokens_are_the_same_after_a_failure(fails: int) -> None:
-    """FA-14: equal logits on three tokens; only seed and position choose."""
+    """Equal logits on three tokens; only seed and position choose."""
     flat = np.zeros(32, np.float32)
     flat[[2, 3, 4]] = 9.0
 

@@ -1,4 +1,4 @@
-"""What a turn accepts, where it ends and what it reports: PARITY B (F013 to F032), scenarios LC."""
+"""What a turn accepts, where it ends and what it reports: B (F013 to F032)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ EOS = 1
 # -- input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F014", "F016")
+@pytest.mark.parity("F014", "F016", scenario="LC-14")
 def test_a_refused_turn_changes_nothing_and_uses_no_id() -> None:
-    """LC-14."""
     engine = build_engine(ForcedDecoder())
     request = engine.create_request()
     before = visible(request)
@@ -54,9 +53,8 @@ def test_turns_are_numbered_from_one() -> None:
         assert [event.turn_id for event in run_out(engine)] == [turn]
 
 
-@pytest.mark.parity("F017")
+@pytest.mark.parity("F017", scenario="LC-10")
 def test_the_last_turn_id_is_never_passed() -> None:
-    """LC-10."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, RequestStatus.IDLE)
     request._record.turn_id = LAST_TURN_ID
@@ -102,10 +100,10 @@ class FailingQueue(dict):  # type: ignore[type-arg]
         raise MemoryError("queue")
 
 
-@pytest.mark.parity("F020", "F021")
+@pytest.mark.parity("F020", "F021", scenario="LC-09")
 @pytest.mark.parametrize("fault", ["append_before", "append_after", "queue"])
 def test_a_first_turn_is_taken_in_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """LC-09: device memory and sampler state are taken in the step, where a failure is a rollback."""
+    """Device memory and sampler state are taken in the step, where a failure is a rollback."""
     engine = build_engine(SyntheticDecoder())
     request = engine.create_request()
     record = request._record
@@ -131,11 +129,10 @@ def test_a_first_turn_is_taken_in_whole_or_not_at_all(monkeypatch: pytest.Monkey
     assert tokens_of(run_out(engine), request) == solo([5, 9, 13], 12)
 
 
-@pytest.mark.parity("F025", "F046")
+@pytest.mark.parity("F025", "F046", scenario="LC-16")
 def test_a_continuation_whose_append_fails_keeps_the_last_turn_and_can_be_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """LC-16."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, RequestStatus.IDLE)
     before = visible(request)
@@ -151,9 +148,8 @@ def test_a_continuation_whose_append_fails_keeps_the_last_turn_and_can_be_retrie
     assert request.tokens == [*P10, 5, 7, 8, 5]
 
 
-@pytest.mark.parity("F046")
+@pytest.mark.parity("F046", scenario="LC-15")
 def test_a_continuation_that_cannot_be_undone_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LC-15."""
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, RequestStatus.IDLE)
     other = request_in(engine, RequestStatus.RUNNING)
@@ -172,9 +168,8 @@ def test_a_continuation_that_cannot_be_undone_stops_the_engine(monkeypatch: pyte
     engine.check_integrity()
 
 
-@pytest.mark.parity("F022", "F023")
+@pytest.mark.parity("F022", "F023", scenario="LC-01")
 def test_input_must_leave_room_for_one_token() -> None:
-    """LC-01."""
     engine = build_engine(ForcedDecoder())
     request = engine.create_request(RequestOptions(max_session_tokens=8))
     before = visible(request)
@@ -191,9 +186,8 @@ def test_input_must_leave_room_for_one_token() -> None:
     assert visible(request) == before
 
 
-@pytest.mark.parity("F022", "F050")
+@pytest.mark.parity("F022", "F050", scenario="LC-13")
 def test_a_prompt_of_the_whole_context_is_refused() -> None:
-    """LC-13."""
     engine = build_engine(ForcedDecoder(context=128))
     request = engine.create_request()
     for length in (128, 129):
@@ -321,9 +315,8 @@ def test_a_stop_token_is_one_even_where_it_is_an_eos_that_the_turn_ignores() -> 
     assert (event.token, event.finish_reason) == (None, FinishReason.STOP_SEQUENCE)
 
 
-@pytest.mark.parity("F028", "F029", "F030", "F031")
+@pytest.mark.parity("F028", "F029", "F030", "F031", scenario="LC-03")
 def test_eos_is_neither_appended_nor_emitted_nor_replayed() -> None:
-    """LC-03."""
     decoder = ForcedDecoder([5, 6, EOS, 7, EOS])
     engine = build_engine(decoder)
     request = engine.create_request()

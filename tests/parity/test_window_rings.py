@@ -1,4 +1,4 @@
-"""PARITY N: sliding-window layers in rings of blocks; scenarios WR, RS-08, RS-10, SC-08, IN-04 and PL-14."""
+"""Sliding-window layers in rings of blocks: N (F223 to F232)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, WindowedMixingDecoder, solo
-from tests.support.engine_room import LOWEST, Room, row_of
+from tests.support.engine_room import LOWEST, OpenedEngine, row_of
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -30,8 +30,8 @@ def rings(cap: int, window: int, block: int, requests: int = 2) -> WindowRings:
     return WindowRings(BlockPool(count, 0, "lowest"), window, cap, block)
 
 
-def room_of(**config: Any) -> Room:
-    return Room(WindowedDecoder(), **{"chunk_size": 4, **config})
+def room_of(**config: Any) -> OpenedEngine:
+    return OpenedEngine(WindowedDecoder(), **{"chunk_size": 4, **config})
 
 
 def ring_slot(ring: list[int], position: int, block: int) -> int:
@@ -41,8 +41,8 @@ def ring_slot(ring: list[int], position: int, block: int) -> int:
 # -- the ring ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F224")
-def test_wr01_blocks_of_a_ring() -> None:
+@pytest.mark.parity("F224", scenario="WR-01")
+def test_a_ring_has_the_blocks_of_a_window_and_a_step() -> None:
     cases = [(256, 128, 256), (129, 128, 256), (130, 128, 256), (256, 128, 64), (64, 128, 64), (1, 128, 64)]
     assert [ring_blocks(*case) for case in cases] == [2, 1, 2, 6, 3, 2]
 
@@ -50,7 +50,7 @@ def test_wr01_blocks_of_a_ring() -> None:
 @pytest.mark.parity("F225")
 @pytest.mark.parametrize(("window", "block", "chunk"), [(3, 4, 4), (5, 2, 3), (4, 3, 1)])
 def test_a_position_lives_in_its_remainder_of_the_ring(window: int, block: int, chunk: int) -> None:
-    room = Room(WindowedDecoder(window=window), chunk_size=chunk, block_size=block)
+    room = OpenedEngine(WindowedDecoder(window=window), chunk_size=chunk, block_size=block)
     decoder, windows = room.decoder, room.cache.windows
     assert isinstance(decoder, WindowedDecoder) and windows is not None
     requests = [room.add([5 + i, 9, 13, 2, 4, 6, 8], max_generated_tokens=30) for i in range(2)]
@@ -68,11 +68,11 @@ def test_a_position_lives_in_its_remainder_of_the_ring(window: int, block: int, 
             assert row == [ring[column % len(ring)] for column in range(len(row))]
 
 
-@pytest.mark.parity("F227")
+@pytest.mark.parity("F227", scenario="WR-03")
 @pytest.mark.parametrize(
     ("window", "block", "cap", "count", "end"), [(128, 256, 256, 256, 3000), (128, 64, 64, 1, 1000), (3, 4, 2, 2, 99)]
 )
-def test_wr03_a_step_overwrites_nothing_that_it_sees(window: int, block: int, cap: int, count: int, end: int) -> None:
+def test_a_step_overwrites_nothing_that_it_sees(window: int, block: int, cap: int, count: int, end: int) -> None:
     ring = list(range(ring_blocks(cap, window, block)))
     for past in range(0, end, count):
         live = range(max(0, past - window + 1), past + count)
@@ -88,8 +88,8 @@ def test_a_ring_one_block_smaller_would_not_do() -> None:
     assert len({ring_slot(ring, p, block) for p in live}) < len(live)
 
 
-@pytest.mark.parity("F228")
-def test_wr04_a_step_that_is_larger_than_the_ring_was_made_for_is_refused() -> None:
+@pytest.mark.parity("F228", scenario="WR-04")
+def test_a_step_that_is_larger_than_the_ring_was_made_for_is_refused() -> None:
     windows = rings(64, 128, 64)
     with pytest.raises(ContractViolation, match="256 tokens in a step, its ring is for 64"):
         windows.reserve([row_of(X, True, 0, 256, 256)])
@@ -101,9 +101,9 @@ def test_wr04_a_step_that_is_larger_than_the_ring_was_made_for_is_refused() -> N
     cache.check_integrity()
 
 
-@pytest.mark.parity("F225", "F232")
-def test_wr05_a_row_of_the_windowed_table_repeats_its_ring() -> None:
-    room = Room(WindowedDecoder(window=3), chunk_size=3, block_size=3, **LOWEST)
+@pytest.mark.parity("F225", "F232", scenario="WR-05")
+def test_a_row_of_the_windowed_table_repeats_its_ring() -> None:
+    room = OpenedEngine(WindowedDecoder(window=3), chunk_size=3, block_size=3, **LOWEST)
     request = room.add([5, 9, 13, 2, 4, 6, 8, 3, 7, 2, 2, 2, 3], max_generated_tokens=2)
     room.step()
     step = room.decoder.steps[-1]
@@ -122,8 +122,8 @@ def manifest(paged: tuple[int, ...], windowed: tuple[int, ...], window: int = 4)
     )
 
 
-@pytest.mark.parity("F223", "F231", "F011")
-def test_wr06_what_cannot_be_windowed_is_refused() -> None:
+@pytest.mark.parity("F223", "F231", "F011", scenario="WR-06")
+def test_what_cannot_be_windowed_is_refused() -> None:
     with pytest.raises(InvalidOption, match="chunk_size must be at least 1"):
         engine_of(WindowedDecoder(), num_blocks=8)
     with pytest.raises(InvalidOption, match="at least one layer that keeps the whole sequence"):
@@ -138,13 +138,13 @@ def test_wr06_what_cannot_be_windowed_is_refused() -> None:
 
 @pytest.mark.parity("F223")
 def test_a_model_without_windows_has_no_window_pool() -> None:
-    room = Room()
+    room = OpenedEngine()
     room.resident([5, 9])
     assert room.cache.windows is None and room.decoder.steps[-1].windowed_table is None
 
 
-@pytest.mark.parity("F224", "F008")
-def test_pl14_memory_of_rings_comes_before_that_of_blocks() -> None:
+@pytest.mark.parity("F224", "F008", scenario="PL-14")
+def test_memory_of_rings_comes_before_that_of_blocks() -> None:
     half = WindowedState(tuple(range(16, 32)), 8, 128, 2, 128)
     blocks = ring_blocks(256, half.window, 256) * 16
     assert blocks == 32
@@ -164,8 +164,8 @@ def test_the_window_pool_has_a_ring_for_each_resident() -> None:
     assert allocated == [PoolGeometry(9, 4, 0, 5 * 2 + 1)]  # R = ceil((4 + 3 - 1) / 4)
 
 
-@pytest.mark.parity("F226", "F092")
-def test_sc08_the_cap_holds_whatever_the_chunk_size_is() -> None:
+@pytest.mark.parity("F226", "F092", scenario="SC-08")
+def test_the_cap_holds_whatever_the_chunk_size_is() -> None:
     assert [longest_part(chunk, 2) for chunk in (7, 0, 1)] == [2, 2, 1]
     room = room_of(chunk_size=2)
     room.add([5] * 9)
@@ -177,7 +177,7 @@ def test_sc08_the_cap_holds_whatever_the_chunk_size_is() -> None:
 
 @pytest.mark.parity("F226", "F301")
 def test_a_draft_step_is_no_longer_than_the_cap() -> None:
-    room = Room(WindowedDecoder(drafts=8), chunk_size=3)
+    room = OpenedEngine(WindowedDecoder(drafts=8), chunk_size=3)
     request = room.resident([5, 9, 13], max_generated_tokens=9)
     request.set_draft_tokens(solo(request.tokens, 6))
     assert room.counts() == [(request.id, 3)]
@@ -188,8 +188,8 @@ def test_a_draft_step_is_no_longer_than_the_cap() -> None:
 # -- reserve, commit, roll back, remove --------------------------------------------------------------------------------
 
 
-@pytest.mark.parity("F229")
-def test_rs08_a_rollback_restores_both_pools() -> None:
+@pytest.mark.parity("F229", scenario="RS-08")
+def test_a_rollback_restores_both_pools() -> None:
     cache = CacheManager(1, 4, 1, first_block_id=0, block_order="lowest", window=5, query_cap=4)
     assert cache.windows is not None and cache.windows.ring_size == 2 and cache.windows.pool.free_count == 2
     reservation = cache.reserve([row_of(X, True, 0, 1, 1)])
@@ -199,8 +199,8 @@ def test_rs08_a_rollback_restores_both_pools() -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parity("F229")
-def test_rs10_the_next_request_gets_the_same_ring() -> None:
+@pytest.mark.parity("F229", scenario="RS-10")
+def test_the_next_request_gets_the_same_ring() -> None:
     cache = CacheManager(1, 4, 1, first_block_id=0, block_order="lowest", window=5, query_cap=4)
     assert cache.windows is not None
     for request in (X, Y):
@@ -211,8 +211,8 @@ def test_rs10_the_next_request_gets_the_same_ring() -> None:
     assert cache.windows.pool.free_count == 2
 
 
-@pytest.mark.parity("F229", "F224")
-def test_wr07_a_rollback_with_a_resident_and_a_new_row() -> None:
+@pytest.mark.parity("F229", "F224", scenario="WR-07")
+def test_a_rollback_with_a_resident_and_a_new_row_restores_both_pools() -> None:
     cache = CacheManager(8, 4, 2, window=5, query_cap=4)
     assert cache.windows is not None
     cache.reserve([row_of(X, True, 0, 4, 4)]).commit([4])
@@ -226,8 +226,8 @@ def test_wr07_a_rollback_with_a_resident_and_a_new_row() -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parity("F103", "F120", "F229")
-def test_wr08_only_the_window_pool_defers() -> None:
+@pytest.mark.parity("F103", "F120", "F229", scenario="WR-08")
+def test_only_the_window_pool_defers() -> None:
     room = room_of(max_residents=3)
     assert room.cache.windows is not None
     requests = [room.resident([5 + i]) for i in range(2)]
@@ -273,8 +273,8 @@ def test_a_window_pool_that_moves_during_a_step_is_noticed() -> None:
     assert cache.table(X) is None
 
 
-@pytest.mark.parity("F185")
-def test_in04_every_resident_owns_exactly_its_ring() -> None:
+@pytest.mark.parity("F185", scenario="IN-04")
+def test_every_resident_owns_exactly_its_ring() -> None:
     def two() -> CacheManager:
         cache = CacheManager(8, 4, 2, first_block_id=0, block_order="lowest", window=5, query_cap=4)
         cache.reserve([row_of(X, True, 0, 4, 4), row_of(Y, True, 0, 4, 4)]).commit([4, 4])
@@ -316,8 +316,8 @@ def test_a_ring_is_for_life_and_goes_back_at_close() -> None:
     assert windows.available == 2
 
 
-@pytest.mark.parity("F230", "F227")
-def test_wr09_a_failed_step_that_wrapped_leaves_what_its_retry_needs() -> None:
+@pytest.mark.parity("F230", "F227", scenario="WR-09")
+def test_a_failed_step_that_wrapped_leaves_what_its_retry_needs() -> None:
     room = room_of()
     prompt = [5, 9, 13, 2, 4, 6, 8, 3, 7, 12, 20]
     requests = [room.add(prompt, max_generated_tokens=9), room.add([7, 2], max_generated_tokens=9)]
@@ -350,7 +350,7 @@ def test_a_rewind_goes_no_further_back_than_the_ring_does() -> None:
 def test_a_second_rewind_remembers_what_the_first_left_behind(first: int) -> None:
     """What a ring had written before a rewind stays overwritten, however little is written after it."""
     for second in range(1, first + 2):
-        room, fresh = (Room(WindowedMixingDecoder(eos=99), chunk_size=4) for _ in range(2))
+        room, fresh = (OpenedEngine(WindowedMixingDecoder(eos=99), chunk_size=4) for _ in range(2))
         request = room.dormant([5, 9, 13, 2], generated=8)
         for length in (first, second):
             request.rewind(length)

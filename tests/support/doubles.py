@@ -237,7 +237,7 @@ def mixing_logits(sequence: list[int], vocab: int) -> np.ndarray:
 
 
 def build_engine(decoder: SyntheticDecoder, **config: object) -> Engine:
-    """An engine for tests: blocks of 4, room for 128 blocks, 8 rows, S0's order and nothing shared, unless stated."""
+    """An engine for tests: 128 blocks of 4, 8 rows, the plain order and nothing shared, unless stated."""
     defaults: dict[str, object] = {
         "num_blocks": 128,
         "block_size": 4,

@@ -16,7 +16,7 @@ from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import SyntheticDecoder
 from tests.support.engines import engine_of
 
-# Order policies of the source systems (C01, C02), for tests that name block ids.
+# Order policies of the documents (C01, C02), for tests that name block ids.
 LOWEST: dict[str, Any] = {"block_order": "lowest", "first_block_id": 0}
 FIFO: dict[str, Any] = {"block_order": "fifo", "first_block_id": 1}
 
@@ -49,7 +49,7 @@ def advance(cache: PagedCache, *demands: RowDemand) -> Reservation:
     return reservation
 
 
-class Room:
+class OpenedEngine:
     """Without fairness bounds and prefix reuse unless the configuration asks for them."""
 
     def __init__(self, decoder: SyntheticDecoder | None = None, **config: Any) -> None:

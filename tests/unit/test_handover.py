@@ -44,7 +44,7 @@ class Answer:
             raise self._value
 
 
-class Room:
+class LeavingReplica:
     """A replica `r` with dormant sessions, and the others, which adopt as `outcomes` says."""
 
     def __init__(self, *sessions: MovedSession) -> None:
@@ -70,8 +70,8 @@ class Room:
     def deleted_sessions(self, within: float) -> list[str]:
         return []
 
-    def options(self, method_name: str = "", session_id: str = "") -> Room:
-        view = object.__new__(Room)
+    def options(self, method_name: str = "", session_id: str = "") -> LeavingReplica:
+        view = object.__new__(LeavingReplica)
         view.__dict__ = {**self.__dict__, "_method": method_name or self._method, "_key": session_id}
         return view
 
@@ -102,7 +102,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_nothing_moves_while_the_replica_is_in_the_set_or_not_yet_in_it() -> None:
-    room = Room(session("a"))
+    room = LeavingReplica(session("a"))
     running = asyncio.create_task(room.handover.run())
     await settle()
     room.known.set_running(["s"])
@@ -114,7 +114,7 @@ async def test_nothing_moves_while_the_replica_is_in_the_set_or_not_yet_in_it() 
 
 
 async def test_once_it_is_taken_out_everything_goes_once_and_again_where_it_has_grown() -> None:
-    room = Room(session("a"), session("b"))
+    room = LeavingReplica(session("a"), session("b"))
     running = asyncio.create_task(room.handover.run())
     await settle()
     room.known.set_running(["r", "s"])
@@ -130,7 +130,7 @@ async def test_once_it_is_taken_out_everything_goes_once_and_again_where_it_has_
 
 
 async def test_a_replica_that_is_lost_while_it_answers_the_first_question_changes_nothing() -> None:
-    room = Room(session("a"))
+    room = LeavingReplica(session("a"))
     room.handover._signs.sign = ConnectionError("x")
     running = asyncio.create_task(room.handover.run())
     await settle()
@@ -143,21 +143,21 @@ async def test_a_replica_that_is_lost_while_it_answers_the_first_question_change
 
 
 async def test_the_rest_goes_at_the_end_though_nobody_said_before_that_it_comes() -> None:
-    room = Room(session("a"))
+    room = LeavingReplica(session("a"))
     room.known.set_running(["r", "s"])
     await room.handover.finish()
     assert [name for name, _, _ in room.adopted] == ["a"]
 
 
 async def test_where_no_other_replica_is_nothing_is_tried() -> None:
-    room = Room(session("a"))
+    room = LeavingReplica(session("a"))
     room.known.set_running(["r"])
     await room.handover.finish()
     assert room.adopted == []
 
 
 async def test_what_fails_is_tried_again_and_holds_nobody_up() -> None:
-    room = Room(session("dead"), session("deaf"), session("fine"))
+    room = LeavingReplica(session("dead"), session("deaf"), session("fine"))
     room.outcomes |= {"dead": [ConnectionError("x")], "deaf": [None, False]}
     room.known.set_running(["s"])
     await room.handover.finish()
@@ -175,7 +175,7 @@ async def test_only_some_caches_are_on_their_way_at_a_time_and_they_keep_nothing
     monkeypatch.setattr(module, "_CALL_SECONDS", 60.0)
     large = [session(f"large{i}") for i in range(10)]
     small = [replace(session(f"small{i}"), cached_tokens=0) for i in range(10)]
-    room = Room(*large, *small)
+    room = LeavingReplica(*large, *small)
     room.outcomes |= {moved.session_id: [None, True] for moved in large}
     room.known.set_running(["s"])
     handing = asyncio.create_task(room.handover._hand_over())
@@ -189,7 +189,7 @@ async def test_only_some_caches_are_on_their_way_at_a_time_and_they_keep_nothing
 async def test_what_is_left_when_time_runs_out_goes_without_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CALL_SECONDS", 60.0)
     monkeypatch.setattr(module, "_LAST_SECONDS", 0.5)
-    room = Room(*[session(str(i)) for i in range(10)])
+    room = LeavingReplica(*[session(str(i)) for i in range(10)])
     room.outcomes |= {moved.session_id: [None, True] for moved in room.dormant[:4]}
     room.known.set_running(["s"])
     await room.handover.finish()
@@ -198,7 +198,7 @@ async def test_what_is_left_when_time_runs_out_goes_without_its_cache(monkeypatc
 
 
 async def test_a_session_that_is_dormant_no_more_stays() -> None:
-    room = Room(session("a"), session("b"))
+    room = LeavingReplica(session("a"), session("b"))
     taken = room.take_along
 
     async def take_along(owner: str, session_id: str, most_bytes: int) -> MovedSession | None:

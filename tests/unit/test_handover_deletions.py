@@ -29,7 +29,7 @@ REPLICAS = ("r", "h", "s")
 REACHED = tuple(chain.from_iterable(combinations(REPLICAS, count) for count in (1, 2, 3)))
 
 
-class Room:
+class ReplicasBehindHandle:
     """The replicas behind the handle that `r` has; `hooks` are called once, at their moment."""
 
     def __init__(self, actors: dict[str, EngineActor]) -> None:
@@ -47,14 +47,14 @@ class Room:
         actors["r"].take_along = self.take_along  # type: ignore[method-assign]
         self.handover = Handover("r", actors["r"], self, self.known)
 
-    def options(self, method_name: str = "", **_: Any) -> Room:
-        view = object.__new__(Room)
+    def options(self, method_name: str = "", **_: Any) -> ReplicasBehindHandle:
+        view = object.__new__(ReplicasBehindHandle)
         view.__dict__ = {**self.__dict__, "_method": method_name or self._method}
         view.__dict__["root"] = self.__dict__.get("root", self)
         return view
 
     def remote(self, argument: Any, **kwargs: Any) -> Any:
-        root: Room = self.__dict__["root"]
+        root: ReplicasBehindHandle = self.__dict__["root"]
         call = asyncio.create_task(root.answer(self._method, argument, kwargs))
         root.calls.append(call)
         return asyncio.shield(call)  # a call that is cancelled may be on its way all the same
@@ -105,12 +105,12 @@ class Room:
 
 
 @pytest.fixture
-async def room(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Room]:
+async def room(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReplicasBehindHandle]:
     monkeypatch.setattr(module, "_ASK_SECONDS", 0.1)
     actors = {name: await start_actor(SyntheticDecoder(vocab=1000, eos=5000), 400) for name in REPLICAS}
     for name in ("deleted", "kept"):
         await ask(actors["r"], turn([5, 9, 13], 6, name))
-    room = Room(actors)
+    room = ReplicasBehindHandle(actors)
     yield room
     await room.end()
     for actor in actors.values():
@@ -122,7 +122,7 @@ async def room(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Room]:
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("last", [False, True], ids=["in a pass", "in the last pass"])
 async def test_it_is_gone_whenever_it_was_deleted_and_whoever_heard_of_it(
-    room: Room, moment: str, reached: tuple[str, ...], last: bool
+    room: ReplicasBehindHandle, moment: str, reached: tuple[str, ...], last: bool
 ) -> None:
     room.hooks[moment] = lambda: room.delete(*reached)
     await room.at("before")
@@ -133,7 +133,7 @@ async def test_it_is_gone_whenever_it_was_deleted_and_whoever_heard_of_it(
     assert not room.hooks and ("deleted" in room.sent) is (moment != "before" and room.exported)
 
 
-async def test_it_is_gone_if_it_was_deleted_when_it_had_moved(room: Room) -> None:
+async def test_it_is_gone_if_it_was_deleted_when_it_had_moved(room: ReplicasBehindHandle) -> None:
     for number, reached in enumerate(REACHED):
         await ask(room.actors["r"], turn([5, 9, 13], 6, f"later{number}"))
         await room.handover._hand_over()
@@ -146,7 +146,7 @@ async def test_it_is_gone_if_it_was_deleted_when_it_had_moved(room: Room) -> Non
 
 @pytest.mark.parametrize("reached", [("h",), ("s",), ("h", "s")], ids="".join)
 async def test_a_turn_that_runs_there_ends_well_and_its_session_stays_behind(
-    room: Room, reached: tuple[str, ...]
+    room: ReplicasBehindHandle, reached: tuple[str, ...]
 ) -> None:
     running = room.actors["r"].stream_turn(turn([5, 9, 13], 500, "deleted"))
     await anext(running)
@@ -158,7 +158,9 @@ async def test_a_turn_that_runs_there_ends_well_and_its_session_stays_behind(
     assert await room.resident() == {"h": {"kept"}, "s": set()}
 
 
-async def test_what_arrives_after_it_was_taken_back_is_refused(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_arrives_after_it_was_taken_back_is_refused(
+    room: ReplicasBehindHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_CALL_SECONDS", 0.05)
     room.held = asyncio.Event()
     await room.handover._hand_over()
@@ -170,7 +172,7 @@ async def test_what_arrives_after_it_was_taken_back_is_refused(room: Room, monke
 
 
 @pytest.mark.parametrize("running", [True, False])
-async def test_what_has_been_used_since_it_moved_is_not_taken_back(room: Room, running: bool) -> None:
+async def test_what_has_been_used_since_it_moved_is_not_taken_back(room: ReplicasBehindHandle, running: bool) -> None:
     """It was deleted and begun anew: no turn is ended for what was before."""
     await room.handover._hand_over()
     next_turn = room.actors["h"].stream_turn(turn([7, 8], 300, "deleted"))
@@ -185,7 +187,7 @@ async def test_what_has_been_used_since_it_moved_is_not_taken_back(room: Room, r
     assert (await ask(room.actors["h"], turn([7, 8], 4, "deleted"))).tokens == solo([7, 8], 4, vocab=1000)
 
 
-async def test_the_old_one_does_not_take_the_place_of_one_that_was_begun_anew(room: Room) -> None:
+async def test_the_old_one_does_not_take_the_place_of_one_that_was_begun_anew(room: ReplicasBehindHandle) -> None:
     await room.delete("h", "s")
     await ask(room.actors["h"], turn([7, 8], 4, "deleted"))
     await room.handover.finish()
@@ -193,7 +195,9 @@ async def test_the_old_one_does_not_take_the_place_of_one_that_was_begun_anew(ro
     assert anew.tokens[:2] == (7, 8)
 
 
-async def test_a_replica_that_does_not_answer_holds_nothing_up_and_is_asked_for_all_of_it_later(room: Room) -> None:
+async def test_a_replica_that_does_not_answer_holds_nothing_up_and_is_asked_for_all_of_it_later(
+    room: ReplicasBehindHandle,
+) -> None:
     await room.handover._hand_over()
     await ask(room.actors["r"], turn([5, 9, 13], 9, "deleted"))
     room.deaf = {"s"}
@@ -206,7 +210,7 @@ async def test_a_replica_that_does_not_answer_holds_nothing_up_and_is_asked_for_
     assert await room.resident() == {"h": {"kept"}, "s": set()}
 
 
-async def test_the_next_home_may_be_stopped_itself(room: Room) -> None:
+async def test_the_next_home_may_be_stopped_itself(room: ReplicasBehindHandle) -> None:
     """What `h` was given and hands on is gone as well."""
     await room.handover._hand_over()
     await room.delete("r")

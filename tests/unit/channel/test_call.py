@@ -66,8 +66,8 @@ class Handle:
         return stream
 
 
-class Room:
-    """A caller with an open channel to replica r, unless `channelled` is false."""
+class CallerWithChannel:
+    """A caller, the handle that it calls through, and on request an open channel to replica r."""
 
     def __init__(self) -> None:
         self.handle = Handle()
@@ -94,13 +94,13 @@ class Room:
 
 
 @pytest.fixture
-async def room() -> Room:
-    room = Room()
+async def room() -> CallerWithChannel:
+    room = CallerWithChannel()
     await room.open_channel()
     return room
 
 
-async def test_the_first_turn_has_its_own_stream_and_opens_the_channel(room: Room) -> None:
+async def test_the_first_turn_has_its_own_stream_and_opens_the_channel(room: CallerWithChannel) -> None:
     [channel] = room.handle.channels
     assert channel.kwargs == {"only": "r"}
     assert channel.args[0] == room.caller.inboxes.reader
@@ -109,7 +109,7 @@ async def test_the_first_turn_has_its_own_stream_and_opens_the_channel(room: Roo
     assert turn.kwargs == {"avoid": (), "reader": room.caller.inboxes.reader, "number": 0}
 
 
-async def test_the_next_turn_comes_by_the_channel(room: Room) -> None:
+async def test_the_next_turn_comes_by_the_channel(room: CallerWithChannel) -> None:
     call = room.call()
     room.handle.turns[-1].put(room.placed())
     room.send(call, *SAID[:2])
@@ -120,7 +120,7 @@ async def test_the_next_turn_comes_by_the_channel(room: Room) -> None:
     assert len(room.handle.channels) == 1
 
 
-async def test_deltas_may_come_before_the_place_is_known(room: Room) -> None:
+async def test_deltas_may_come_before_the_place_is_known(room: CallerWithChannel) -> None:
     call = room.call()
     room.send(call, *SAID, None)
     await asyncio.sleep(0.01)
@@ -129,7 +129,7 @@ async def test_deltas_may_come_before_the_place_is_known(room: Room) -> None:
     call.close()
 
 
-async def test_a_replica_that_dies_is_heard_of_after_what_it_said(room: Room) -> None:
+async def test_a_replica_that_dies_is_heard_of_after_what_it_said(room: CallerWithChannel) -> None:
     call = room.call()
     room.handle.turns[-1].put(room.placed())
     assert await anext(call) == "r"
@@ -143,7 +143,7 @@ async def test_a_replica_that_dies_is_heard_of_after_what_it_said(room: Room) ->
 
 
 @pytest.mark.parametrize("end", [None, ConnectionError("broke")])
-async def test_a_channel_that_ends_is_a_loss_to_the_turns_in_it(room: Room, end: Exception | None) -> None:
+async def test_a_channel_that_ends_is_a_loss_to_the_turns_in_it(room: CallerWithChannel, end: Exception | None) -> None:
     call = room.call()
     room.handle.turns[-1].put(room.placed())
     assert await anext(call) == "r"
@@ -159,7 +159,9 @@ async def test_a_channel_that_ends_is_a_loss_to_the_turns_in_it(room: Room, end:
 
 
 @pytest.mark.parametrize("opened_anew", [True, False])
-async def test_a_channel_that_broke_unseen_by_its_replica_is_a_loss_to_one_turn(room: Room, opened_anew: bool) -> None:
+async def test_a_channel_that_broke_unseen_by_its_replica_is_a_loss_to_one_turn(
+    room: CallerWithChannel, opened_anew: bool
+) -> None:
     before = room.placed()
     room.handle.channels[-1].put(ConnectionError("broke"))
     await asyncio.sleep(0.01)
@@ -201,7 +203,7 @@ async def test_a_channel_outlives_the_request_that_opened_it() -> None:
 
 
 async def test_a_channel_that_is_given_up_before_it_was_opened_can_be_opened_again() -> None:
-    room = Room()
+    room = CallerWithChannel()
     room.caller.inboxes.ensure_channel("r")
     room.caller.inboxes.close_all()
     await asyncio.sleep(0.01)
@@ -212,7 +214,7 @@ async def test_a_channel_that_is_given_up_before_it_was_opened_can_be_opened_aga
 
 @pytest.mark.parametrize("channelled", [True, False])
 @pytest.mark.parametrize("heard", [0, 1, 2])
-async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, heard: int) -> None:
+async def test_closing_early_cancels_the_turn(room: CallerWithChannel, channelled: bool, heard: int) -> None:
     call = room.call()
     stream = room.handle.turns[-1]
     stream.put(room.placed() if channelled else TurnPlaced("r", None))
@@ -234,7 +236,9 @@ async def test_closing_early_cancels_the_turn(room: Room, channelled: bool, hear
         other.close()
 
 
-async def test_a_turn_of_which_all_has_come_is_not_cancelled_though_its_end_was_not_read(room: Room) -> None:
+async def test_a_turn_of_which_all_has_come_is_not_cancelled_though_its_end_was_not_read(
+    room: CallerWithChannel,
+) -> None:
     """Who hears of its last choice's end reads no further."""
     call = room.call()
     room.handle.turns[-1].put(room.placed())
@@ -245,7 +249,7 @@ async def test_a_turn_of_which_all_has_come_is_not_cancelled_though_its_end_was_
 
 
 @pytest.mark.parametrize("ticks", range(12))
-async def test_what_was_read_before_waiting_was_cancelled_has_no_gap(room: Room, ticks: int) -> None:
+async def test_what_was_read_before_waiting_was_cancelled_has_no_gap(room: CallerWithChannel, ticks: int) -> None:
     call = room.call()
     room.handle.turns[-1].put(room.placed())
     heard: list[Any] = []
@@ -271,7 +275,7 @@ async def test_what_was_read_before_waiting_was_cancelled_has_no_gap(room: Room,
     assert not room.caller.inboxes._inboxes
 
 
-async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_turn(room: Room) -> None:
+async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_turn(room: CallerWithChannel) -> None:
     [channel] = room.handle.channels
     call = room.call()
     room.handle.turns[-1].put(room.placed())
@@ -288,7 +292,7 @@ async def test_the_channel_to_a_replica_that_is_stopped_is_closed_with_its_last_
     assert channel.cancelled
 
 
-async def test_an_unused_channel_to_a_replica_that_is_stopped_is_closed_at_once(room: Room) -> None:
+async def test_an_unused_channel_to_a_replica_that_is_stopped_is_closed_at_once(room: CallerWithChannel) -> None:
     [channel] = room.handle.channels
     room.known.set_running(["r"])
     await asyncio.sleep(0.01)
@@ -298,7 +302,7 @@ async def test_an_unused_channel_to_a_replica_that_is_stopped_is_closed_at_once(
     assert channel.cancelled
 
 
-async def test_a_reader_that_stops_closes_its_channels(room: Room) -> None:
+async def test_a_reader_that_stops_closes_its_channels(room: CallerWithChannel) -> None:
     [channel] = room.handle.channels
     room.caller.inboxes.close_all()
     await asyncio.sleep(0.01)

@@ -31,7 +31,7 @@ class Channel:
         self._closing = asyncio.ensure_future(self._batches.aclose())
 
 
-class Room:
+class ReaderAndReplicas:
     """One reader, and replicas with their outboxes."""
 
     def __init__(self, replicas: int = 1) -> None:
@@ -109,7 +109,7 @@ def short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "IDLE_SECONDS", 0.01)
 
 
-async def settled(room: Room) -> None:
+async def settled(room: ReaderAndReplicas) -> None:
     """The idle time of all channels is over: nothing is left anywhere."""
     for _ in range(200):
         if not room.reader._channels and not any(map(len, room.replicas.values())):
@@ -123,7 +123,7 @@ async def settled(room: Room) -> None:
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 4), min_size=1, max_size=5)), max_size=12))
 def test_all_that_turns_say_arrives_in_order(turns: list[tuple[int, list[int]]]) -> None:
     async def run() -> None:
-        room = Room(2)
+        room = ReaderAndReplicas(2)
         said = [list(range(1000 * i, 1000 * i + length)) for i, (length, _) in enumerate(turns)]
         heard = await asyncio.gather(
             *[room.turn(saying(said[i], pauses), f"r{i % 2}") for i, (_, pauses) in enumerate(turns)]
@@ -135,7 +135,7 @@ def test_all_that_turns_say_arrives_in_order(turns: list[tuple[int, list[int]]])
 
 
 async def test_a_step_of_many_turns_is_one_item() -> None:
-    room = Room()
+    room = ReaderAndReplicas()
     step = asyncio.Event()
 
     async def stepping() -> AsyncIterator[TurnDelta]:
@@ -155,7 +155,7 @@ async def test_a_step_of_many_turns_is_one_item() -> None:
 
 
 async def test_a_turn_that_is_left_takes_nothing_of_the_others_along() -> None:
-    room = Room()
+    room = ReaderAndReplicas()
 
     async def leaving(inbox: Inbox) -> list[int]:
         await inbox.get()
@@ -263,7 +263,7 @@ async def test_a_turn_ends_with_its_channel(said: int) -> None:
 
 
 async def test_where_a_channel_breaks_its_turns_are_told_and_those_elsewhere_go_on() -> None:
-    room = Room(2)
+    room = ReaderAndReplicas(2)
     room.broken.add("r0")
 
     async def failing(inbox: Inbox) -> list[int]:
@@ -281,7 +281,7 @@ async def test_where_a_channel_breaks_its_turns_are_told_and_those_elsewhere_go_
 
 
 async def test_an_idle_channel_ends_and_the_next_turn_opens_another() -> None:
-    room = Room()
+    room = ReaderAndReplicas()
     assert await room.turn(saying(range(5))) == list(range(5))
     await settled(room)
     assert await room.turn(saying(range(5))) == list(range(5))
@@ -290,7 +290,7 @@ async def test_an_idle_channel_ends_and_the_next_turn_opens_another() -> None:
 
 
 async def test_a_turn_that_says_nothing_for_long_keeps_its_channel() -> None:
-    room = Room()
+    room = ReaderAndReplicas()
 
     async def slow() -> AsyncIterator[TurnDelta]:
         yield TurnAccepted("r", 1, 0)

@@ -22,7 +22,7 @@ from engine_actor.requests.request import Request
 from engine_actor.sampling.logprobs import TokenLogprob
 from tests.support import tiny_models
 from tests.support.doubles import MixingDecoder, RecurrentDecoder, WindowedDecoder, build_engine, mixing_logits, run_out
-from tests.support.engine_room import Room
+from tests.support.engine_room import OpenedEngine
 from tests.support.engines import engine_of
 
 VOCAB, EOS, CONTEXT = 12, 1, 40
@@ -174,9 +174,9 @@ def test_what_moves_goes_on_as_before_and_nothing_gives_way_for_it(
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
-def computed(tokens: list[int], room: Room | None = None) -> tuple[list[int], KvBlocks]:
+def computed(tokens: list[int], room: OpenedEngine | None = None) -> tuple[list[int], KvBlocks]:
     """A sequence that begins with `tokens`, and its cache."""
-    room = room or Room()
+    room = room or OpenedEngine()
     request = room.dormant(tokens)
     kv = room.engine.read_cache(request, LARGE)
     assert kv is not None
@@ -187,7 +187,7 @@ def computed(tokens: list[int], room: Room | None = None) -> tuple[list[int], Kv
 def test_free_and_idle_blocks_are_taken_and_no_others(resident: int, free: int) -> None:
     tokens, kv = computed(TEN)
     assert kv.positions == 10  # three blocks
-    room = Room(num_blocks=8, prefix_reuse=True)
+    room = OpenedEngine(num_blocks=8, prefix_reuse=True)
     room.dormant(list(range(40, 49))).close()  # leaves two idle blocks
     held = room.dormant(list(range(resident)))
     assert (room.pool.free_count, room.pool.idle_count) == (free, 2)
@@ -199,7 +199,7 @@ def test_free_and_idle_blocks_are_taken_and_no_others(resident: int, free: int) 
 
 def test_blocks_that_turns_are_about_to_take_are_left_to_them() -> None:
     tokens, kv = computed(TEN)
-    room = Room(num_blocks=5)
+    room = OpenedEngine(num_blocks=5)
     running = room.resident([6])
     assert room.pool.free_count == 4
     # One is left for the turn that runs; a second turn that waits wants one for its prompt.
@@ -212,7 +212,7 @@ def test_blocks_that_turns_are_about_to_take_are_left_to_them() -> None:
 
 def test_no_more_requests_own_memory_than_may() -> None:
     tokens, kv = computed(TEN)
-    room = Room(max_residents=2)
+    room = OpenedEngine(max_residents=2)
     room.dormant([6])
     restored = room.engine.restore_request(tokens, kv)
     assert restored is not None
@@ -224,23 +224,23 @@ def test_no_more_requests_own_memory_than_may() -> None:
 
 def test_a_cache_of_another_kind_is_of_no_use() -> None:
     tokens, kv = computed(TEN)
-    assert Room(block_size=8).engine.restore_request(tokens, kv) is None
+    assert OpenedEngine(block_size=8).engine.restore_request(tokens, kv) is None
     stranger = MixingDecoder()
     stranger.manifest = replace(stranger.manifest, cache_identity="other weights")
-    assert Room(stranger).engine.restore_request(tokens, kv) is None
-    assert Room(max_length=10).engine.restore_request(tokens, kv) is None  # 11 tokens
-    assert Room(max_length=11).engine.restore_request(tokens, kv) is not None
+    assert OpenedEngine(stranger).engine.restore_request(tokens, kv) is None
+    assert OpenedEngine(max_length=10).engine.restore_request(tokens, kv) is None  # 11 tokens
+    assert OpenedEngine(max_length=11).engine.restore_request(tokens, kv) is not None
 
 
 def test_a_cache_that_is_too_large_or_not_all_stays_where_it_is() -> None:
-    room = Room()
+    room = OpenedEngine()
     request = room.dormant(TEN)
     size = 3 * room.decoder.manifest.paged.block_bytes(4)
     assert room.engine.read_cache(request, size) is not None
     assert room.engine.read_cache(request, size - 1) is None
     assert room.engine.read_cache(room.resident(TEN), LARGE) is None  # its turn runs
     for decoder in (RecurrentDecoder(), WindowedDecoder()):
-        other = Room(decoder, chunk_size=4)
+        other = OpenedEngine(decoder, chunk_size=4)
         assert other.engine.read_cache(other.dormant(TEN), LARGE) is None
         kv = KvBlocks("tokens, blocks of 4", 10, np.zeros((1, 3, 4), np.int64))
         assert other.engine.restore_request(TEN, kv) is None
@@ -248,7 +248,7 @@ def test_a_cache_that_is_too_large_or_not_all_stays_where_it_is() -> None:
 
 def test_a_cache_that_cannot_be_written_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, kv = computed(TEN)
-    room = Room()
+    room = OpenedEngine()
 
     def fail(*_: object) -> None:
         raise MemoryError("no room on the device")
@@ -266,7 +266,7 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(monkeypatch: pytes
 
 def test_what_two_conversations_share_is_shared_again_and_others_find_it() -> None:
     system = [40, 41, 42, 43, 44, 45, 46, 47]
-    old, new = (Room(MixingDecoder(), prefix_reuse=True) for _ in range(2))
+    old, new = (OpenedEngine(MixingDecoder(), prefix_reuse=True) for _ in range(2))
     moved = []
     for tail in ([1, 2, 3], [4, 5]):
         tokens, kv = computed([*system, *tail], old)
@@ -288,7 +288,7 @@ def test_what_two_conversations_share_is_shared_again_and_others_find_it() -> No
 
 
 def test_a_cache_that_is_known_up_to_its_last_full_block_is_not_written_again() -> None:
-    old, new = Room(prefix_reuse=True), Room(prefix_reuse=True)
+    old, new = OpenedEngine(prefix_reuse=True), OpenedEngine(prefix_reuse=True)
     tokens, kv = computed(TEN[:8], old)
     assert kv.positions == 8 and len(tokens) == 9
     first, second = (new.engine.restore_request(tokens, kv) for _ in range(2))

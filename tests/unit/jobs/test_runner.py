@@ -28,7 +28,9 @@ def good(prompt: str) -> httpx.Response:
     return httpx.Response(200, json={"text": prompt.upper()}, headers={"x-request-id": f"r-{prompt}"})
 
 
-class Room:
+class JobAgainstApi:
+    """Runs of a job over an API that remembers what it was asked, and how much at once."""
+
     def __init__(self, folder: Path) -> None:
         self.output = folder / "out.jsonl"
         self.asked: list[str] = []
@@ -56,12 +58,12 @@ class Room:
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobAgainstApi:
     monkeypatch.setattr(runner, "_LONGEST_PAUSE_SECONDS", 0.001)
-    return Room(tmp_path)
+    return JobAgainstApi(tmp_path)
 
 
-async def test_every_line_has_its_record_in_order_and_the_counts_are_exact(room: Room) -> None:
+async def test_every_line_has_its_record_in_order_and_the_counts_are_exact(room: JobAgainstApi) -> None:
     lines = [line(1), Line(2, b"{"), line(3), line(4, url="/v1/files"), line(5, custom_id="c1"), line(6)]
     lines.append(Line(7, b"", digest_of_long="d"))
 
@@ -78,13 +80,13 @@ async def test_every_line_has_its_record_in_order_and_the_counts_are_exact(room:
     assert sorted(room.told) == [False] * 5 + [True] * 2
 
 
-async def test_no_more_lines_than_wished_are_asked_at_a_time(room: Room) -> None:
+async def test_no_more_lines_than_wished_are_asked_at_a_time(room: JobAgainstApi) -> None:
     await room.run([line(number) for number in range(1, 40)], concurrency=5)
     assert room.most_at_once == 5
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_what_passes_is_asked_again(room: Room, status: int) -> None:
+async def test_what_passes_is_asked_again(room: JobAgainstApi, status: int) -> None:
     def answer(prompt: str) -> httpx.Response:
         return httpx.Response(status, headers={"retry-after": "1"}) if room.asked.count(prompt) < 3 else good(prompt)
 
@@ -92,7 +94,7 @@ async def test_what_passes_is_asked_again(room: Room, status: int) -> None:
     assert sorted(room.asked) == ["p1"] * 3 + ["p2"] * 3
 
 
-async def test_engines_that_stay_broken_end_the_run_and_the_next_one_goes_on(room: Room) -> None:
+async def test_engines_that_stay_broken_end_the_run_and_the_next_one_goes_on(room: JobAgainstApi) -> None:
     lines = [line(number) for number in range(1, 9)]
 
     def broken(prompt: str) -> httpx.Response:
@@ -110,7 +112,7 @@ async def test_engines_that_stay_broken_end_the_run_and_the_next_one_goes_on(roo
 
 @pytest.mark.parametrize("count", [1, 6])
 async def test_a_line_that_always_fails_while_others_are_answered_does_not_hold_up_the_batch(
-    room: Room, count: int
+    room: JobAgainstApi, count: int
 ) -> None:
     def answer(prompt: str) -> httpx.Response:
         failed = {"error": {"code": "engine_failed", "message": "no finite number"}}
@@ -123,14 +125,14 @@ async def test_a_line_that_always_fails_while_others_are_answered_does_not_hold_
 
 
 @pytest.mark.parametrize("status", [500, 503])
-async def test_engines_that_fail_at_every_line_end_the_run(room: Room, status: int) -> None:
+async def test_engines_that_fail_at_every_line_end_the_run(room: JobAgainstApi, status: int) -> None:
     with pytest.raises(BatchStuck, match=f"no answer in 3 tries; the last: {status}"):
         await room.run([line(number) for number in range(1, 20)], lambda _: httpx.Response(status, json={}))
     assert room.told == []
 
 
 async def test_a_journal_that_cannot_be_written_ends_the_run_with_the_reason(
-    room: Room, monkeypatch: pytest.MonkeyPatch
+    room: JobAgainstApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -119,7 +119,7 @@ def test_a_share_that_is_reached_exactly_is_enough(top_k: int, top_p: float, kep
     assert drawn == set([1, 2, 4, 5][:kept])
 
 
-@pytest.mark.parity("F256")
+@pytest.mark.parity("F256", scenario="SA-10")
 @pytest.mark.parametrize(
     ("params", "greedy"),
     [
@@ -132,14 +132,12 @@ def test_a_share_that_is_reached_exactly_is_enough(top_k: int, top_p: float, kep
     ],
 )
 def test_spellings_of_greedy(params: SamplingParams, greedy: bool) -> None:
-    """SA-10."""
     assert params.greedy is greedy
     drawn = {sample_one(np.zeros(8), params, p) for p in range(100)}
     assert (drawn == {0}) is greedy
 
 
 def test_rows_with_different_parameters_in_one_batch() -> None:
-    """SA-01."""
     logits = np.array([[0, 5, 1, 2, 3], [0, 1, 6, 2, 3], [0, 1, 2, 7, 3]], np.float32)
     params = [SamplingParams(1.0, 1, 0.0, 10), SamplingParams(0.7, 2, 0.01, 11), SamplingParams(1.3, 0, 0.01, 12)]
     assert BatchedSampler().sample(logits, [SampleRow(p, 3) for p in params]) == [1, 2, 3]
@@ -164,9 +162,9 @@ def test_a_choice_is_the_same_alone_and_in_any_batch() -> None:
         assert sampler.sample(logits[members], [rows[i] for i in members]) == [alone[i] for i in members]
 
 
-@pytest.mark.parity("F273")
+@pytest.mark.parity("F273", scenario="SA-04")
 def test_drawing_again_gives_the_same_tokens() -> None:
-    """SA-04: a checkpoint is nothing but the position."""
+    """A checkpoint is nothing but the position."""
     logits = np.tile(np.array([0, 0, 3, 3, 3, 0], np.float32), (2, 1))
     rows = [[SampleRow(SamplingParams(1.0, 3, 1.0, seed), p) for seed in (1234, 5678)] for p in range(20)]
     sampler = BatchedSampler()
@@ -177,7 +175,6 @@ def test_drawing_again_gives_the_same_tokens() -> None:
 
 
 def test_equal_rows_of_different_seeds_differ_and_keep_their_own_stream() -> None:
-    """SA-03."""
     logits = np.zeros((20, 64), np.float32)
     params = [SamplingParams(1.0, 0, 1.0, 1000 + 7 * i) for i in range(20)]
     for step in range(4):
@@ -222,7 +219,7 @@ def test_logits_are_not_changed() -> None:
 
 
 def test_equal_logits_use_their_whole_nucleus() -> None:
-    """LP-05: of 500 equal tokens top_p .95 leaves the first 475, and 5000 draws reach nearly all of them."""
+    """Of 500 equal tokens top_p .95 leaves the first 475, and 5000 draws reach nearly all of them."""
     rows = [SampleRow(SamplingParams(1.0, 0, 0.95, 17), p) for p in range(5000)]
     tokens = {t for r in rows for t in BatchedSampler().sample(np.zeros((1, 500), np.float32), [r])}
     assert len(tokens) > 425

@@ -28,9 +28,9 @@ def processed(
     return values
 
 
-@pytest.mark.parity("F278", "F279")
+@pytest.mark.parity("F278", "F279", scenario="LP-01")
 @pytest.mark.parity("F277", lacks="there is no ban of repeated n-grams")
-def test_lp01_penalty_and_minimum_length() -> None:
+def test_penalties_and_bans_change_the_logits_of_what_they_are_for() -> None:
     out = processed(row(4, -2, 3, 5), [0, 1], banned={3}, repetition_penalty=2.0)
     assert out == [2.0, -4.0, 3.0, -math.inf]
 
@@ -134,8 +134,8 @@ def test_bad_values_are_refused_by_name(field: str, value: object) -> None:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parity("F282")
-def test_tp04_a_minimum_above_the_maximum_is_refused() -> None:
+@pytest.mark.parity("F282", scenario="TP-04")
+def test_a_minimum_above_the_maximum_is_refused() -> None:
     TurnOptions(max_generated_tokens=5, min_generated_tokens=5)
     with pytest.raises(InvalidOption, match="min_generated_tokens"):
         TurnOptions(max_generated_tokens=4, min_generated_tokens=5)

@@ -8,7 +8,7 @@ import pytest
 
 from engine_actor.limits import FairnessBounds
 from engine_actor.requests.outcomes import DeferralReason
-from tests.support.engine_room import Room
+from tests.support.engine_room import OpenedEngine
 
 NEVER = 10**9
 
@@ -17,13 +17,13 @@ def bounds(passed_over: int = NEVER, share: float = 0.0, overtakes: int = NEVER)
     return FairnessBounds(passed_over, share, overtakes)
 
 
-def room_of(fairness: FairnessBounds, **limits: Any) -> Room:
-    room = Room(fairness=fairness, **limits)
+def room_of(fairness: FairnessBounds, **limits: Any) -> OpenedEngine:
+    room = OpenedEngine(fairness=fairness, **limits)
     room.decoder.choose = lambda _: 5  # nobody ends
     return room
 
 
-def rows(room: Room) -> list[int]:
+def rows(room: OpenedEngine) -> list[int]:
     return [row.record.id for row in room.plan().rows]
 
 

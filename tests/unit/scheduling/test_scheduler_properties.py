@@ -1,4 +1,4 @@
-"""The scheduler over random workloads: planning is pure, S0's order without bounds, bounded service with them."""
+"""The scheduler over random workloads: planning is pure, the plain order without bounds, bounded service with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import solo
-from tests.support.engine_room import Room
+from tests.support.engine_room import OpenedEngine
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ limits = st.fixed_dictionaries(
 class Workload:
     """Runs arrivals to their end, closing what is finished, and shows each executed plan to `watch`."""
 
-    def __init__(self, arrivals: list[Arrival], room: Room) -> None:
+    def __init__(self, arrivals: list[Arrival], room: OpenedEngine) -> None:
         self.room = room
         self.left = sorted(arrivals, key=lambda arrival: arrival.step)
         self.expected: dict[int, list[int]] = {}
@@ -73,7 +73,7 @@ class Workload:
         assert self.room.pool.available == self.room.pool.usable
 
 
-def check_counts(room: Room, plan: StepPlan) -> None:
+def check_counts(room: OpenedEngine, plan: StepPlan) -> None:
     config = room.engine.limits
     assert len(plan.rows) <= config.max_batch_size and plan.token_count <= config.max_scheduled_tokens
     for row in plan.rows:
@@ -84,8 +84,8 @@ def check_counts(room: Room, plan: StepPlan) -> None:
         plan.check()
 
 
-def s0_plan(room: Room) -> list[int]:
-    """S0's rule, written down a second time: one pass over decodes, then prefills, counting limits down."""
+def s0_plan(room: OpenedEngine) -> list[int]:
+    """The plain rule, written down a second time: one pass over decodes, then prefills, counting limits down."""
     engine, cache = room.engine, room.cache
     records = engine._lifecycle.requests.records
     residents = [records[name] for name in engine._cache.paged.residents() if records[name].has_turn]
@@ -114,7 +114,7 @@ def s0_plan(room: Room) -> list[int]:
 
 @given(arrivals, limits)
 def test_without_bounds_the_order_is_s0s(arrivals: list[Arrival], limits: dict[str, Any]) -> None:
-    room = Room(**limits)
+    room = OpenedEngine(**limits)
 
     def watch(plan: StepPlan) -> None:
         check_counts(room, plan)
@@ -131,7 +131,7 @@ def test_every_runnable_row_is_served_within_the_bound(
     arrivals: list[Arrival], limits: dict[str, Any], fairness: FairnessBounds
 ) -> None:
     """At most `max_passed_over` steps in a row in which it could run, and then one round of those that wait as long."""
-    room = Room(fairness=fairness, **limits)
+    room = OpenedEngine(fairness=fairness, **limits)
     waited: dict[int, int] = {}
     rows = min(limits["max_batch_size"], limits["max_scheduled_tokens"])
 
@@ -151,7 +151,7 @@ def test_every_runnable_row_is_served_within_the_bound(
 
 @given(arrivals, limits, st.sampled_from([0.1, 0.25, 0.5, 0.9]))
 def test_prefills_keep_their_share_of_the_tokens(arrivals: list[Arrival], limits: dict[str, Any], share: float) -> None:
-    room = Room(fairness=FairnessBounds(UNBOUNDED - 1, share, UNBOUNDED - 1), **limits)
+    room = OpenedEngine(fairness=FairnessBounds(UNBOUNDED - 1, share, UNBOUNDED - 1), **limits)
     budget = limits["max_scheduled_tokens"]
     rows = min(limits["max_batch_size"], budget)
 
@@ -177,7 +177,7 @@ def test_a_waiting_request_is_overtaken_a_bounded_number_of_times(
     arrivals: list[Arrival], limits: dict[str, Any], most: int
 ) -> None:
     """Newer requests admitted while it lacks memory; one step may admit several before it is met in the order."""
-    room = Room(fairness=FairnessBounds(UNBOUNDED - 1, 0.25, most), **limits)
+    room = OpenedEngine(fairness=FairnessBounds(UNBOUNDED - 1, 0.25, most), **limits)
     overtaken: dict[int, int] = {}
 
     def watch(plan: StepPlan) -> None:
