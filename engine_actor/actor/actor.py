@@ -293,11 +293,13 @@ class EngineActor:
         return {name: float(value) for name, value in stats.items()}
 
     def routing_stats(self) -> dict[str, object]:
-        """What routers need: tokens of the resident sessions by key, load in turns, free blocks, and whether turns are
-        taken. Read from the owner's last snapshot, so it never waits for a step."""
+        """What routers need: tokens of the resident sessions by key, keys of those of which turns run or wait, load in
+        turns, free blocks, and whether turns are taken. Read from the owner's last snapshot, so it never waits for a
+        step."""
         snapshot = self._snapshot()
         return {
             "sessions": dict(snapshot.sessions),
+            "open": snapshot.open,
             "load": snapshot.running + snapshot.waiting,
             "free_blocks": snapshot.free_blocks,
             "accepting": self._accepting and self.failure() is None,

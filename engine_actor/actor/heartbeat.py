@@ -14,6 +14,7 @@ class Snapshot:
     """What routers want to know, as of the last rounds."""
 
     sessions: Mapping[str, int] = field(default_factory=dict)  # tokens of those that are resident, by key
+    open: frozenset[str] = frozenset()  # keys of those of which turns run or wait
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0

@@ -166,6 +166,7 @@ class OwnerLoop:
         stats = self.engine.stats()
         beat.snapshot = Snapshot(
             self.sessions.residents(),
+            self.sessions.open_keys(),
             stats["running"],
             stats["waiting"] + len(self.waiting.queue),
             self.engine.available_blocks,

@@ -361,6 +361,10 @@ class SessionTable:
             if c.request is not None
         }
 
+    def open_keys(self) -> frozenset[str]:
+        """Keys of the sessions of which turns run or wait."""
+        return frozenset(c.key for c in self._sessions.values() if c.open_turns)
+
     def infos(self, owner: str | None) -> list[SessionInfo]:
         """Resident sessions of one owner, or of all."""
         now = self._clock()

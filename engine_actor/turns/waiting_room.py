@@ -33,10 +33,13 @@ class WaitingRoom:
         if turn.resumed:
             return None
         waits = of_session or self.queue.first() is not None or not self._fits(turn, taken)
-        if waits and len(self.queue) >= self._limits.max_queued_turns:
-            return RefusalCode.QUEUE_FULL, f"{len(self.queue)} turns are waiting already"
         if of_session >= self._limits.max_turns_per_session:
             return RefusalCode.SESSION_BUSY, f"{of_session} turns of this session run or wait already"
+        if waits and len(self.queue) >= self._limits.max_queued_turns:
+            full = f"{len(self.queue)} turns are waiting already"
+            if of_session:  # no reason to go elsewhere: the session is here
+                return RefusalCode.SESSION_BUSY, f"{full}, and {of_session} turns of this session run or wait here"
+            return RefusalCode.QUEUE_FULL, full
         return None
 
     def enter(self, turn: Turn, session: Session | None) -> None:

@@ -82,7 +82,11 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
             request_router_config=RequestRouterConfig(
                 request_router_class=ROUTER,
                 # A conversation waits behind a whole batch at its home before it leaves its cache for an idle replica.
-                request_router_kwargs={"spill_absolute": 2 * options.running_limit},
+                # A new one waits behind one before it takes a home that another process might not find.
+                request_router_kwargs={
+                    "spill_absolute": 2 * options.running_limit,
+                    "name_spill_absolute": options.running_limit,
+                },
                 request_routing_stats_period_s=args.routing_stats_period_seconds,
                 request_routing_stats_timeout_s=5.0,
             ),

@@ -35,7 +35,7 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def engines(deploy: Deploy) -> DeploymentHandle:
-    return deploy(replicas=2, kv_memory="192MiB", threads=1, graceful_shutdown_timeout_seconds=5.0)
+    return deploy(replicas=2, ingress_replicas=2, kv_memory="192MiB", threads=1, graceful_shutdown_timeout_seconds=5.0)
 
 
 @pytest.fixture
@@ -113,6 +113,29 @@ async def test_24_sessions_at_once_each_answer_as_alone_and_spread(http: httpx.A
     for i, questions in enumerate(asked):
         alone = await converse(http, questions, None, 8)
         assert [a.text for a in together[i]] == [a.text for a in alone], f"session {i}"
+
+
+@pytest.mark.parametrize("name", ["new-1", "new-2", "new-3"])
+async def test_turns_of_a_new_name_that_come_together_have_one_home(
+    http: httpx.AsyncClient, engines: DeploymentHandle, name: str
+) -> None:
+    """By two front doors, while a dozen other conversations run. More than a session may have at once are refused."""
+
+    async def first_turn(number: int) -> tuple[int, str | None]:
+        body = {"model": "smollm2", "messages": [user(f"Tell me about number {number}.")], "max_tokens": 16}
+        response = await http.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
+        return response.status_code, response.headers.get("x-moorage-replica")
+
+    others = asyncio.gather(*(converse(http, ("Hello.",), f"beside-{name}-{i}", 64) for i in range(12)))
+    while sum(state["running"] for state in await totals(engines)) < 12:
+        await asyncio.sleep(0.02)
+    turns = await asyncio.gather(*map(first_turn, range(20)))
+    await others
+    homes = {replica for status, replica in turns if status == 200}
+    assert {status for status, _ in turns} <= {200, 429}
+    assert len(homes) == 1
+    listed = [item["replica"] for item in (await http.get("/v1/sessions")).json()["data"] if item["id"] == name]
+    assert listed == list(homes)
 
 
 async def test_a_client_that_leaves_in_mid_stream_frees_its_turn(

@@ -1,6 +1,7 @@
 """What one process knows of a deployment's replicas, shared by its routers and its clients.
 
-Routers say which replicas are running; a client that watches over its turns says which of them give no sign of life.
+Routers say which replicas are running, and where they sent which conversation; a client that watches over its turns
+says which of them give no sign of life.
 Routers run on threads of their own, so every change is made under a lock, and what is read is immutable.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection
+
+from serve_app.cluster.routing.homes import Homes
 
 Listener = Callable[[frozenset[str]], object]
 
@@ -22,6 +25,7 @@ class KnownReplicas:
         self.silent: frozenset[str] = frozenset()
         """Of the running ones, those that new turns should avoid: they do not answer, or their engine has failed."""
 
+        self.homes = Homes()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Listener]] = []
 
     def set_running(self, replicas: Collection[str]) -> None:

@@ -10,15 +10,14 @@ each call gets an id of its own here.
 What the router knows, by age:
 - its own turns in flight and the queue lengths that replicas answer with: Serve's queue length cache, exact
   for one router and at most 10 s old for several;
-- its own table of where it sent each key last, bounded, oldest key forgotten first;
-- the replicas' reports (`record_routing_stats`): resident sessions, load, whether they accept turns. A report
-  is at most one period and a broadcast old;
+- what this process remembers of where conversations are (`homes`);
+- the replicas' reports (`record_routing_stats`): resident sessions, those of which turns run or wait, load,
+  whether turns are accepted. A report is at most one period and a broadcast old;
 - which replicas gave no sign of life when turns of this process asked for one (`known_replicas`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,15 +34,17 @@ AVOID = "avoid"
 ONLY = "only"
 """Keyword argument of a handle call: id of the one replica that is to answer. If it is not in the set, any does."""
 
+_CALLS_PLACED_AT_A_TIME = 1000
+
 
 class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     """Sends the turns of a conversation to the replica that holds it. See `placement` for the rule."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._table: OrderedDict[str, str] = OrderedDict()
-        self._resident: dict[str, Mapping[str, int]] = {}
+        self._running: frozenset[str] = frozenset()
         self._known = known_replicas(self._deployment_id.app_name, self._deployment_id.name)
+        self._homes = self._known.homes
         self._decisions = Counter(
             "moorage_routing_decisions",
             description="Turns by the reason for which their first choice of a replica was taken.",
@@ -62,28 +63,39 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         spill_relative: float = 2.0,
         newcomer_spill_absolute: int = 4,
         newcomer_spill_relative: float = 1.5,
+        name_spill_absolute: int = 32,
+        name_spill_relative: float = 2.0,
     ) -> None:
         """Takes `RequestRouterConfig.request_router_kwargs`; a bad value is refused by name."""
         if isinstance(table_size, bool) or not isinstance(table_size, int) or table_size < 1:
             raise ValueError(f"table_size must be an integer >= 1, not {table_size!r}")
-        self._table_size = table_size
+        self._homes.size = table_size
         self._policy = SpillPolicy(
             resident=Margins(spill_absolute, spill_relative),
             newcomer=Margins(newcomer_spill_absolute, newcomer_spill_relative),
+            name=Margins(name_spill_absolute, name_spill_relative),
         )
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        """Calls that are placed at a time. One whose replica does not say how long its queue is goes on asking for
+        seconds, and Ray's own number, two for each replica, would let all others wait for that."""
+        return _CALLS_PLACED_AT_A_TIME if self._replicas else 0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called for every change of the set and for every report."""
         super().update_replicas(replicas)
-        before = self._resident.keys()
-        self._resident = {replica.replica_id.unique_id: _report(replica).get("sessions", {}) for replica in replicas}
-        self._forget(before - self._resident.keys())
-        self._known.set_running(self._resident)
+        before, self._running = self._running, frozenset(replica.replica_id.unique_id for replica in replicas)
+        self._forget(before - self._running)
+        self._known.set_running(self._running)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._resident.pop(replica_id.unique_id, None)
-        self._forget({replica_id.unique_id})
+        self._forget(frozenset({replica_id.unique_id}))
+
+    def _forget(self, gone: frozenset[str]) -> None:
+        if gone:
+            self._homes.forget(gone.__contains__)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
@@ -93,13 +105,18 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         if not is_retry:
             own = replace(pending_request.metadata, internal_request_id=generate_request_id())
             pending_request.metadata = own
-        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            self._homes.end(pending_request.metadata.internal_request_id)
+            raise
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica per rank, best first. Called again, after a pause, for as long as no replica takes the
-        turn."""
+        """One replica per rank, best first; for a turn of a named session only the best, since one that is slow to say
+        how long its queue is has not lost the session. Called again, after a pause, for as long as no replica takes
+        the turn."""
         if pending_request is None:
             return [candidate_replicas]
         first_try = not pending_request.routing_context.should_backoff
@@ -109,41 +126,56 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             return [[only]]
         key = pending_request.metadata.session_id or None
         refused = frozenset(pending_request.kwargs.get(AVOID, ()))
+        call = pending_request.metadata.internal_request_id
+        named = key is not None and _names_a_session(pending_request)
+        here = self._homes.open(key) if key and named else frozenset()
         placement = place(
             key,
-            [self._view(replica, key, refused) for replica in candidate_replicas],
-            request_id=pending_request.metadata.internal_request_id,
-            table_home=self._table.get(key) if key else None,
+            [self._view(replica, key, here, refused) for replica in candidate_replicas],
+            request_id=call,
+            named=named,
+            table_home=self._homes.last(key) if key else None,
             policy=self._policy,
         )
-        if first_try and placement.ranked:
+        if not placement.ranked:
+            return []
+        if first_try:
             self._decisions.inc(tags={"reason": placement.reason.value})
-        return [[by_id[replica]] for replica in placement.ranked]
+        if not named:
+            return [[by_id[replica]] for replica in placement.ranked]
+        assert key is not None
+        self._homes.choose(key, call, placement.ranked[0])
+        return [[by_id[placement.ranked[0]]]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken the call: it is where the next turn of this key looks first."""
-        key = pending_request.metadata.session_id
-        if key:
-            self._table[key] = replica_id.unique_id
-            self._table.move_to_end(key)
-            while len(self._table) > self._table_size:
-                self._table.popitem(last=False)
+        if key := pending_request.metadata.session_id:
+            self._homes.note(key, replica_id.unique_id)
 
-    def _view(self, replica: RunningReplica, key: str | None, refused: frozenset[str]) -> ReplicaView:
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """The call has ended, however."""
+        self._homes.end(internal_request_id)
+
+    def _view(
+        self, replica: RunningReplica, key: str | None, here: frozenset[str], refused: frozenset[str]
+    ) -> ReplicaView:
+        """`here`: replicas at which this process has open calls of the conversation."""
         name = replica.replica_id.unique_id
         report = _report(replica)
         in_flight = self.replica_queue_len_cache.get(replica.replica_id)
         return ReplicaView(
             replica_id=name,
             load=int(report.get("load", 0)) if in_flight is None else in_flight,
-            resident=self._resident.get(name, {}).get(key, 0) if key is not None else 0,
+            resident=report.get("sessions", {}).get(key, 0) if key is not None else 0,
+            open=name in here or key in report.get("open", ()),
             accepting=bool(report.get("accepting", True)) and name not in refused | self._known.silent,
         )
 
-    def _forget(self, gone: set[str]) -> None:
-        if gone:
-            for key in [key for key, home in self._table.items() if home in gone]:
-                del self._table[key]
+
+def _names_a_session(call: PendingRequest) -> bool:
+    """A key is that of a session's name, or a hint that finds no more than a cache. What is called with a key takes as
+    its first argument what says so: a TurnRequest, or a MovedSession."""
+    return bool(call.args) and getattr(call.args[0], "session_id", None) is not None
 
 
 def _report(replica: RunningReplica) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,51 @@ def test_rendezvous_spreads_keys_evenly() -> None:
     for i in range(4000):
         counts[by_rank(f"session-{i}", list("abcd"))[0]] += 1
     assert all(850 < count < 1150 for count in counts.values()), counts
+
+
+LOADS = st.lists(st.integers(0, 32), min_size=6, max_size=6)
+
+
+@given(IDS, MANY_KEYS, LOADS, LOADS)
+def test_two_routers_place_a_new_name_alike_whatever_loads_they_see(
+    names: list[str], keys: list[str], loads: list[int], others: list[int]
+) -> None:
+    """As long as no replica is ahead of another by more than the margin."""
+
+    def home(key: str, seen: list[int]) -> tuple[str, Reason]:
+        views = [ReplicaView(name, load) for name, load in zip(names, seen, strict=False)]
+        placement = place(key, views, request_id=str(seen), named=True)
+        return placement.ranked[0], placement.reason
+
+    for key in keys:
+        assert home(key, loads) == home(key, others) == (by_rank(key, names)[0], Reason.RENDEZVOUS)
+
+
+@given(st.text(min_size=1), fleets(), st.data())
+def test_a_named_session_never_leaves_a_home_where_its_turns_are_open(
+    key: str, fleet: list[ReplicaView], data: st.DataObject
+) -> None:
+    home = replace(data.draw(st.sampled_from(fleet)), open=True, accepting=True)
+    views = [view if view.replica_id != home.replica_id else home for view in fleet]
+    table_home = data.draw(st.sampled_from([None, *(view.replica_id for view in fleet)]))
+    placement = place(key, views, request_id="r", named=True, table_home=table_home)
+    assert (placement.ranked[0], placement.reason) == (home.replica_id, Reason.OPEN)
+
+
+def test_a_new_name_spills_only_past_a_whole_batch_and_one_at_home_leaves_when_that_is_gone() -> None:
+    top, second = by_rank("k", ["a", "b"])
+    margins = SpillPolicy(name=Margins(8, 2.0))
+    for load, taken_by in ((8, top), (9, second)):
+        views = [ReplicaView(top, load), ReplicaView(second, 0)]
+        assert place("k", views, request_id="r", named=True, policy=margins).ranked[0] == taken_by
+    views = [ReplicaView(top, open=True, accepting=False), ReplicaView(second, 50)]
+    assert place("k", views, request_id="r", named=True) == Placement((second, top), Reason.DETOUR)
+
+
+def test_open_turns_of_a_hint_are_no_reason_to_stay() -> None:
+    top, second = by_rank("k", ["a", "b"])
+    views = [ReplicaView(top, 5, open=True), ReplicaView(second)]
+    assert place("k", views, request_id="r").ranked[0] == second
 
 
 def test_residency_goes_before_the_table_and_the_table_before_rank() -> None:

@@ -13,6 +13,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.request_router.common import PendingRequest
 
 from serve_app.cluster import app
+from serve_app.cluster.routing.homes import Homes
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.cluster.routing.placement import by_rank
 from serve_app.cluster.routing.sticky_router import StickyRouter
@@ -45,6 +46,7 @@ class CountingCounter:
 
 @pytest.fixture
 async def router() -> StickyRouter:
+    known_replicas(DEPLOYMENT.app_name, DEPLOYMENT.name).homes = Homes()
     made = StickyRouter(
         deployment_id=DEPLOYMENT,
         handle_source=DeploymentHandleSource.REPLICA,
@@ -53,6 +55,19 @@ async def router() -> StickyRouter:
     )
     made._decisions = CountingCounter()
     return made
+
+
+@dataclass
+class Named:
+    """What a call says of its session, as its first argument."""
+
+    session_id: str = "some name"
+
+
+def named_turn(key: str, number: int = 0, avoid: tuple[str, ...] = ()) -> PendingRequest:
+    pending = turn(key, number, avoid)
+    pending.args.append(Named())
+    return pending
 
 
 def turn(key: str = "", number: int = 0, avoid: tuple[str, ...] = ()) -> PendingRequest:
@@ -99,7 +114,7 @@ async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(route
     assert (await ranks(router, turn("k")))[0] == [last]
 
     router.update_replicas([replica for replica in replicas if replica is not taker])
-    assert router._table == {}
+    assert len(router._homes) == 0
     assert len(await ranks(router, turn("k"))) == 2
 
 
@@ -109,7 +124,7 @@ async def test_a_dead_replica_loses_its_sessions_at_once(router: StickyRouter) -
     router.on_request_routed(turn("k"), replicas[0].replica_id, None)
     router.on_replica_actor_died(replicas[0].replica_id)
     assert ["a"] not in await ranks(router, turn("k"))
-    assert router._table == {}
+    assert len(router._homes) == 0
 
 
 async def test_the_table_is_bounded_and_drops_the_key_used_longest_ago(router: StickyRouter) -> None:
@@ -118,7 +133,7 @@ async def test_the_table_is_bounded_and_drops_the_key_used_longest_ago(router: S
     router.update_replicas(replicas)
     for key in ("one", "two", "one", "three"):
         router.on_request_routed(turn(key), replicas[0].replica_id, None)
-    assert list(router._table) == ["one", "three"]
+    assert [router._homes.last(key) for key in ("one", "two", "three")] == ["a", None, "a"]
 
 
 async def test_a_replica_that_refused_this_turn_or_accepts_none_comes_last(router: StickyRouter) -> None:
@@ -191,6 +206,49 @@ async def test_calls_of_one_http_request_are_placed_each_by_itself(router: Stick
     assert router._pending_requests_by_id == {}
 
 
+async def test_turns_of_a_new_name_that_come_together_stay_together(router: StickyRouter) -> None:
+    """Before any report, while other loads come and go, and though its first turn had to leave the first by rank."""
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    home, detour, _ = by_rank("k", "abc")
+    assert await ranks(router, named_turn("k", 0, avoid=(home,))) == [[detour]]
+    for number in range(1, 20):
+        for replica in router.curr_replicas:
+            router.on_new_queue_len_info(replica, 90 if replica.unique_id == detour else number % 3)
+        assert await ranks(router, named_turn("k", number)) == [[detour]]
+    assert router._decisions.seen == {"detour": 1, "open": 19}
+    for replica in router.curr_replicas:
+        router.on_new_queue_len_info(replica, 0)
+    for number in range(20):
+        router.on_request_completed(next(iter(router.curr_replicas)), f"internal-{number}")
+    assert router._homes.open_calls == 0
+    assert await ranks(router, named_turn("k", 20)) == [[home]]
+
+
+async def test_a_named_turn_waits_for_its_home_where_a_hint_would_go_on(router: StickyRouter) -> None:
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    order = by_rank("k", "abc")
+    assert await ranks(router, named_turn("k")) == [[order[0]]]
+    assert await ranks(router, turn("k")) == [[name] for name in order]
+
+
+async def test_a_report_of_open_turns_draws_the_turns_of_their_session(router: StickyRouter) -> None:
+    *_, last = by_rank("k", "abc")
+    reports = {n: {"open": {"k"}, "load": 99} if n == last else {"sessions": {"k": 50}} for n in "abc"}
+    router.update_replicas([FakeReplica(name, report) for name, report in reports.items()])
+    assert await ranks(router, named_turn("k")) == [[last]]
+
+
+async def test_a_call_that_is_cancelled_before_it_is_placed_leaves_no_open_turn(router: StickyRouter) -> None:
+    router.update_replicas([FakeReplica("a", max_ongoing_requests=0)])
+    placing = asyncio.create_task(router._choose_replica_for_request(named_turn("k")))
+    async with asyncio.timeout(10):
+        while not router._homes.open_calls:
+            await asyncio.sleep(0)
+    placing.cancel()
+    await asyncio.gather(placing, return_exceptions=True)
+    assert router._homes.open_calls == 0 and not router._homes.open("k")
+
+
 @pytest.mark.parametrize("arguments", [{"table_size": 0}, {"spill_relative": 0.5}, {"spill_absolute": -1}])
 async def test_bad_settings_are_refused(router: StickyRouter, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -208,4 +266,4 @@ def test_a_conversation_leaves_its_cache_only_when_two_batches_stand_before_it(
     deployments = [one._bound_deployment for one in bound if isinstance(one, Application)]
     [engines] = [deployment for deployment in deployments if deployment.name == app.ENGINES]
     router = engines._deployment_config.request_router_config
-    assert router.request_router_kwargs == {"spill_absolute": margin}
+    assert router.request_router_kwargs == {"spill_absolute": margin, "name_spill_absolute": margin // 2}
