@@ -117,7 +117,7 @@ class Replicas:
         self.calls: list[Call] = []
         self.signs: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
-        known_replicas(self.app_name, self.deployment_name).set_running([])
+        known_replicas(self.app_name, self.deployment_name).set_running("abcdefgh")
 
     @property
     def known(self) -> KnownReplicas:

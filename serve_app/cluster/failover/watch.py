@@ -125,11 +125,12 @@ class ReplicaWatch:
 
     def _to_be_asked(self, now: float) -> set[str]:
         """Silent replicas with turns; those that failed, in case they are well again; and all, if a turn is on its way
-        for too long, since the one that does not take it may be any of them."""
+        for too long, since the one that does not take it may be any of them. One that is being stopped is in no
+        router's set, so nobody can ask it: it has until the end of its time to stop, and then its streams break."""
         horizon = now - SILENCE_SECONDS
         if any(place.replica is None and place.since < horizon for place in self._places):
-            return {*self._known.running, *self._with_turns()}
-        return {r for r in self._with_turns() if self._heard[r] < horizon} | self._known.silent
+            return set(self._known.running)
+        return {r for r in self._with_turns() & self._known.running if self._heard[r] < horizon} | self._known.silent
 
     def _with_turns(self) -> set[str]:
         return {place.replica for place in self._places if place.replica is not None}
@@ -154,7 +155,7 @@ class ReplicaWatch:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answers, works = await self._ask(replica)
         except TimeoutError:
-            return False
+            return False if replica in self._known.running else None
         except Exception as error:  # a replica that is dead says so to its own streams
             logger.info("replica %s cannot be asked: %s", replica, type(error).__name__)
             return None

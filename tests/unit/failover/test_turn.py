@@ -265,7 +265,7 @@ async def test_an_accepted_turn_fails_when_nobody_takes_it_in_time() -> None:
     found = await told(Replicas(Script(4, DIES), *[Script(instead=[refused])] * 500), placement_timeout=0.05)
     assert isinstance(found[-1], TurnEnded) and found[-1].reason is EndReason.FAILED
     found = await told(Replicas(Script(4, DIES), Script(0, SILENT)), placement_timeout=0.05)
-    assert isinstance(found[-1], TurnEnded) and "no replica is running" in found[-1].message
+    assert isinstance(found[-1], TurnEnded) and "no replica has taken the turn" in found[-1].message
 
 
 async def test_a_new_turn_is_refused_when_nobody_takes_it_in_time() -> None:
@@ -293,6 +293,25 @@ async def test_a_turn_that_nobody_takes_in_time_says_what_the_router_knew(
         replicas.known.set_silent(replica, True)
     [refused] = await told(replicas, placement_timeout=0.05)
     assert isinstance(refused, TurnRefused) and refused.message == said
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+async def test_a_replica_that_is_being_stopped_is_not_taken_for_a_silent_one(asked_before: bool) -> None:
+    """It is in no set any more, so nobody can ask it; its turns end when they have ended, or with its process."""
+    replicas = Replicas(Script(1, SILENT), works={"a": None})
+    client = client_of(replicas)
+    if not asked_before:
+        replicas.known.set_running([])
+    told_next = asyncio.create_task(anext(client.stream_turn(request(), routing_key="k")))
+    async with asyncio.timeout(10):
+        while not replicas.calls or (asked_before and not replicas.signs):
+            await asyncio.sleep(0)
+    replicas.known.set_running([])
+    done, _ = await asyncio.wait([told_next], timeout=0.2)  # ten times as long as silence is suffered here
+    assert not done and not replicas.known.silent and len(replicas.calls) == 1
+    told_next.cancel()
+    await asyncio.gather(told_next, return_exceptions=True)
+    assert replicas.calls[0].cancelled
 
 
 class Counted:
