@@ -181,6 +181,12 @@ class AppArgs(RequestLimits):
         description="How long a turn waits for any replica to exist before it gets 503. Default: 10; 900 where "
         "min_replicas is 0.",
     )
+    replacement_timeout_seconds: float = Field(
+        900.0,
+        gt=0,
+        le=86_400,
+        description="How long a turn whose replica is lost waits for another to take it, where one must start first.",
+    )
     graceful_shutdown_timeout_seconds: float = Field(
         600.0,
         gt=0,

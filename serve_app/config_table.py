@@ -26,7 +26,8 @@ _GROUPS = {
     ),
     "Keys and doors": ("api_keys", "api_key_file", "allowed_hosts", "allowed_origins", "session_header"),
     "Operations": (
-        *("log_format", "placement_timeout_seconds", "graceful_shutdown_timeout_seconds"),
+        *("log_format", "placement_timeout_seconds", "replacement_timeout_seconds"),
+        "graceful_shutdown_timeout_seconds",
         *("health_check_period_seconds", "max_step_seconds", "routing_stats_period_seconds"),
     ),
 }

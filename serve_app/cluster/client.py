@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from engine_actor.messages import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
 from serve_app.cluster.channel.call import ChannelCaller
 from serve_app.cluster.failover.counters import FailoverCounters
-from serve_app.cluster.failover.turn import FailoverTurn
+from serve_app.cluster.failover.turn import FailoverTurn, Patience
 from serve_app.cluster.failover.watch import ReplicaWatch
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.cluster.routing.sticky_router import ONLY
@@ -33,9 +33,16 @@ _READY_TIMEOUT_SECONDS = 2.0
 class HandleEngineClient:
     """Implements `serve_app.ingress.engine_client.EngineClient` over the handle of `EngineDeployment`."""
 
-    def __init__(self, handle: DeploymentHandle, *, placement_timeout: float, starts_on_demand: bool = False) -> None:
-        """`placement_timeout`: seconds that a turn waits for a replica to exist. `starts_on_demand`: where there is
-        none, a turn starts one."""
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        *,
+        placement_timeout: float,
+        replacement_timeout: float | None = None,
+        starts_on_demand: bool = False,
+    ) -> None:
+        """`placement_timeout`: seconds that a turn waits for a replica to exist. `replacement_timeout`: that one waits
+        whose replica is lost, if that is longer. `starts_on_demand`: where there is none, a turn starts one."""
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
@@ -43,14 +50,14 @@ class HandleEngineClient:
         self._caller = ChannelCaller(handle, self._known)
         self._watch = ReplicaWatch(self._sign_of_life, self._known)
         self._counters = FailoverCounters()
-        self._placement_timeout = placement_timeout
+        self._patience = Patience(placement_timeout, max(placement_timeout, replacement_timeout or 0.0))
         self._starts_on_demand = starts_on_demand
         self._context_limit: int | None = None
 
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         """See the protocol, and `failover.turn` for what happens when a replica is lost."""
         handle = self._turns.options(session_id=routing_key) if routing_key else self._turns
-        turn = FailoverTurn(self._caller, handle, request, self._watch, self._counters, self._placement_timeout)
+        turn = FailoverTurn(self._caller, handle, request, self._watch, self._counters, self._patience)
         return turn.deltas()
 
     def close(self) -> None:

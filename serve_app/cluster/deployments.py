@@ -252,6 +252,7 @@ class Ingress:
         self._client = HandleEngineClient(
             engines,
             placement_timeout=args.resolved_placement_timeout(),
+            replacement_timeout=args.replacement_timeout_seconds,
             starts_on_demand=args.starts_on_demand,
         )
         self._store = HandleResponseStore(responses, timeout=STORE_TIMEOUT_SECONDS)

@@ -19,6 +19,7 @@ from serve_app.ingress.errors import CLIENT_GONE, ApiError, internal_error
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.choices import Piece, joined
 from serve_app.openai.formats import AnswerFormat
+from serve_app.openai.keep_alive import KeepAlive
 from serve_app.openai.turns import AnswerEvent, ChoiceEnd, Finished
 
 log = logging.getLogger("moorage.http")
@@ -87,14 +88,15 @@ class TurnResponse(Response):
         try:
             if opening := form.opening():
                 await write(opening)
-            async for event in events:
-                if isinstance(event, Piece):
-                    await write(form.piece(event))
-                elif isinstance(event, ChoiceEnd):
-                    await write(form.ended(event))
-                elif isinstance(event, Finished):
-                    record_of(scope).count(event.usage.cached_tokens, event.usage.completion_tokens)
-                    last = form.closing(event)
+            async with KeepAlive(write) as stream:
+                async for event in events:
+                    if isinstance(event, Piece):
+                        await stream.write(form.piece(event))
+                    elif isinstance(event, ChoiceEnd):
+                        await stream.write(form.ended(event))
+                    elif isinstance(event, Finished):
+                        record_of(scope).count(event.usage.cached_tokens, event.usage.completion_tokens)
+                        last = form.closing(event)
         except ClientGone:
             raise
         except ApiError as error:

@@ -9,6 +9,7 @@ import pytest
 from http_harness import CHAT, COMPLETIONS, RESPONSES, Server, open_request, wait_until
 
 from serve_app.ingress.disconnect import ClientGone, until_disconnect
+from serve_app.openai import keep_alive
 
 
 def body(path: str, stream: bool) -> dict[str, Any]:
@@ -126,3 +127,25 @@ async def test_results_and_errors_of_the_work_come_through() -> None:
     assert await until_disconnect(never, gives()) == 5
     with pytest.raises(ValueError, match="mine"):
         await until_disconnect(never, fails())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_a_stream_that_pauses_is_kept_alive_by_comments_and_goes_on(
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_SECONDS", 0.02)
+    engine = server.engine
+    engine.hold_at = 3
+    comments, lines = 0, []
+    with server.client.stream("POST", path, json=body(path, True)) as response:
+        for line in response.iter_lines():
+            comments += line == ": keep-alive"
+            if comments == 3:
+                engine.release.set()
+            if line and not line.startswith(":"):
+                lines.append(line)
+    assert comments >= 3
+    engine.hold_at = None
+    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_SECONDS", 60.0)
+    undisturbed = server.client.post(path, json=body(path, True)).text.splitlines()
+    assert len(lines) == len([line for line in undisturbed if line])

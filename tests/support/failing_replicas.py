@@ -54,7 +54,13 @@ class Call:
         self._ticks = ticks
         self._then = then
         self._placed = False
+        self._goes_on = asyncio.Event()
         self.cancelled = False
+
+    def let_go(self, items: Sequence[Any]) -> None:
+        """It is silent no more, and says this."""
+        self._items, self._then = iter(items), None
+        self._goes_on.set()
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -68,7 +74,8 @@ class Call:
         if self._then == DIES:
             raise RayActorError
         if self._then == SILENT:
-            await asyncio.Event().wait()
+            await self._goes_on.wait()
+            return await anext(self)
         if self._then == STOPS:
             self._then = None
             return TurnEnded(EndReason.FAILED, 3, 0, 0, "the engine stopped", failure=Failure.UNAVAILABLE)
@@ -135,6 +142,8 @@ class Replicas:
             replica = kwargs[ONLY]
             self.signs.append(replica)
             return Sign(lambda: self.works.get(replica, (replica, True)))
+        if self._method == "renew":
+            return Sign(lambda: True)
         if self._method == "channel":
             return Call([], SILENT)
         number = len(self.calls)
@@ -164,11 +173,25 @@ class Broadcast:
 
 
 def client_of(
-    replicas: Replicas, placement_timeout: float = 5.0, *, starts_on_demand: bool = False
+    replicas: Replicas,
+    placement_timeout: float = 5.0,
+    *,
+    replacement_timeout: float | None = None,
+    starts_on_demand: bool = False,
 ) -> HandleEngineClient:
-    return HandleEngineClient(replicas, placement_timeout=placement_timeout, starts_on_demand=starts_on_demand)
+    return HandleEngineClient(
+        replicas,
+        placement_timeout=placement_timeout,
+        replacement_timeout=replacement_timeout,
+        starts_on_demand=starts_on_demand,
+    )
 
 
-async def told(replicas: Replicas, asked: TurnRequest | None = None, placement_timeout: float = 5.0) -> list[TurnDelta]:
-    client = client_of(replicas, placement_timeout)
+async def told(
+    replicas: Replicas,
+    asked: TurnRequest | None = None,
+    placement_timeout: float = 5.0,
+    replacement_timeout: float | None = None,
+) -> list[TurnDelta]:
+    client = client_of(replicas, placement_timeout, replacement_timeout=replacement_timeout)
     return [delta async for delta in client.stream_turn(asked or request(), routing_key="k")]

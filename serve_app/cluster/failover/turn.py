@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -57,6 +58,18 @@ class _Lost(Exception):
         self.why = why
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds until a replica must have taken a turn.
+
+    placement    one that none has had: its client has heard nothing yet, and can go elsewhere
+    replacement  from each loss of the one that had it: where that was the only one, another has to start first
+    """
+
+    placement: float
+    replacement: float
+
+
 class FailoverTurn:
     def __init__(
         self,
@@ -65,17 +78,17 @@ class FailoverTurn:
         request: TurnRequest,
         watch: ReplicaWatch,
         counters: FailoverCounters,
-        placement_timeout: float,
+        patience: Patience,
     ) -> None:
-        """`handle`: of `stream_turn`, with the routing key. `placement_timeout`: seconds until a replica must have
-        taken the turn, from its start and from every loss."""
+        """`handle`: of `stream_turn`, with the routing key."""
         self._caller = caller
         self._handle = handle
         self._id = request.request_id
         self._progress = Progress(request)
         self._watch = watch
         self._counters = counters
-        self._placement_timeout = placement_timeout
+        self._patience = patience
+        self._had_replica = False
         self._start_clock()
         self._reached_at = 0.0
         self._avoid: list[str] = []
@@ -158,7 +171,9 @@ class FailoverTurn:
         if refusal.code is RefusalCode.CONTEXT_LENGTH and (ends := self._progress.missing_end(refusal)):
             return [*ends]
         hopeless = refusal.code in (RefusalCode.INVALID, RefusalCode.GRAMMAR)
-        return self._give_up(refusal) if hopeless or now > self._deadline else []
+        # Of the replicas that run none may be large enough, and one that starts need be no larger.
+        too_long = refusal.code is RefusalCode.CONTEXT_LENGTH and now > self._lost_at + self._patience.placement
+        return self._give_up(refusal) if hopeless or too_long or now > self._deadline else []
 
     def _all_are_full(self) -> bool:
         """Each running replica has said so: to ask again at once would only add to the load."""
@@ -173,6 +188,7 @@ class FailoverTurn:
         if progress.complete:
             return []
         if reached:
+            self._had_replica = True
             self._avoid = [str(self._replica)]
             self._start_clock()
             self._lost_at = asyncio.get_running_loop().time()
@@ -185,21 +201,25 @@ class FailoverTurn:
             return [*ends]
         if progress.accepted is not None and not progress.can_resume:
             return [*progress.fail(Failure.UNAVAILABLE, "the replica was lost in the middle of the answer")]
-        if self._losses_at_this_token == LOSSES_AT_A_TOKEN or self._losses == LOSSES:
-            return self._give_up(_unavailable(f"{self._losses} replicas were lost that had this turn"), Failure.ENGINE)
+        fatal = self._losses_at_this_token == LOSSES_AT_A_TOKEN
+        if fatal or self._losses == LOSSES:
+            lost = _unavailable(f"{self._losses} replicas were lost that had this turn")
+            return self._give_up(lost, Failure.ENGINE if fatal else None)
         self._note("goes on elsewhere" if progress.accepted else "is tried elsewhere", why)
         return []
 
     def _why_unplaced(self) -> str:
         """Why the deadline for being placed has passed."""
-        waited = f"within {self._placement_timeout:g} s"
+        waited = f"within {self._within:g} s"
         if not (running := self._watch.running):
             return f"no replica is running, and none has started {waited}"
         silent = len(self._watch.silent & running)
         return f"no replica has taken the turn {waited} (running: {len(running)}, of these not answering: {silent})"
 
     def _start_clock(self) -> None:
-        self._deadline = asyncio.get_running_loop().time() + self._placement_timeout
+        """The time until a replica must have the turn begins anew."""
+        self._within = self._patience.replacement if self._had_replica else self._patience.placement
+        self._deadline = asyncio.get_running_loop().time() + self._within
 
     def _give_up(self, refusal: TurnRefused, failure: Failure | None = None) -> list[TurnDelta]:
         """`failure`: of a turn that was accepted, if it is another than that of its refusal."""

@@ -101,8 +101,8 @@ class Exchange:
             return
         if message["type"] == "http.response.body":
             self._complete = not message.get("more_body", False)
-            if self._events:
-                self._last = message.get("body", b"")
+            if self._events and not (body := message.get("body", b"")).startswith(b":"):  # a comment has no number
+                self._last = body
         await self._send(message)
 
     def _end(self, error: ApiError) -> None:

@@ -268,6 +268,25 @@ async def test_an_accepted_turn_fails_when_nobody_takes_it_in_time() -> None:
     assert isinstance(found[-1], TurnEnded) and "no replica has taken the turn" in found[-1].message
 
 
+async def test_a_turn_that_had_a_replica_waits_for_another_to_start_and_a_new_one_does_not() -> None:
+    late = [Script(0, SILENT)]  # Serve keeps the call until there is a replica
+    for lost in (Script(4, DIES), Script(1, DIES)):  # running, and waiting in its queue
+        replicas = Replicas(lost, *late)
+        asking = asyncio.create_task(told(replicas, placement_timeout=0.01, replacement_timeout=60.0))
+        while len(replicas.calls) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        replicas.calls[1].let_go(items_of("b", replicas.requests[1], cached=3))
+        found = await asking
+        assert [token for delta in found if isinstance(delta, TurnTokens) for token in delta.token_ids] == [*ANSWER]
+        assert isinstance(found[-1], TurnEnded) and found[-1].reason is EndReason.STOP
+    [refused] = await told(Replicas(*late), placement_timeout=0.01, replacement_timeout=60.0)
+    assert isinstance(refused, TurnRefused) and refused.code is RefusalCode.UNAVAILABLE
+    found = await told(Replicas(Script(4, DIES), *late), placement_timeout=0.01, replacement_timeout=0.05)
+    assert isinstance(found[-1], TurnEnded) and found[-1].failure is Failure.UNAVAILABLE
+
+
 async def test_a_new_turn_is_refused_when_nobody_takes_it_in_time() -> None:
     replicas = Replicas(Script(0, SILENT))
     [refused] = await told(replicas, placement_timeout=0.05)
