@@ -21,6 +21,7 @@ from serve_app.cluster.channel.call import ChannelCaller
 from serve_app.cluster.failover.counters import FailoverCounters
 from serve_app.cluster.failover.turn import FailoverTurn, Patience
 from serve_app.cluster.failover.watch import ReplicaWatch
+from serve_app.cluster.port_watch import PortWatch
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.cluster.routing.sticky_router import ONLY
 
@@ -40,9 +41,11 @@ class HandleEngineClient:
         placement_timeout: float,
         replacement_timeout: float | None = None,
         starts_on_demand: bool = False,
+        head: PortWatch | None = None,
     ) -> None:
         """`placement_timeout`: seconds that a turn waits for a replica to exist. `replacement_timeout`: that one waits
-        whose replica is lost, if that is longer. `starts_on_demand`: where there is none, a turn starts one."""
+        whose replica is lost, if that is longer. `starts_on_demand`: where there is none, a turn starts one. `head`:
+        that of the cluster, without which nothing is ready."""
         self._handle = handle
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
@@ -52,6 +55,7 @@ class HandleEngineClient:
         self._counters = FailoverCounters()
         self._patience = Patience(placement_timeout, max(placement_timeout, replacement_timeout or 0.0))
         self._starts_on_demand = starts_on_demand
+        self._head = head
         self._context_limit: int | None = None
 
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
@@ -103,6 +107,8 @@ class HandleEngineClient:
 
     async def ready(self) -> bool:
         """Once a replica does not answer, each is asked by itself, so that it does not speak for all."""
+        if self._head is not None and await self._head.lost():
+            return False
         if not self._known.silent:
             try:
                 answers = await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS)

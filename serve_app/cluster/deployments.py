@@ -35,6 +35,7 @@ from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Batch, Outboxes
 from serve_app.cluster.client import HandleEngineClient
 from serve_app.cluster.handover import Handover
+from serve_app.cluster.port_watch import head_watch
 from serve_app.cluster.response_store import HandleResponseStore
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.config import AppArgs
@@ -254,6 +255,7 @@ class Ingress:
             placement_timeout=args.resolved_placement_timeout(),
             replacement_timeout=args.replacement_timeout_seconds,
             starts_on_demand=args.starts_on_demand,
+            head=head_watch(),
         )
         self._store = HandleResponseStore(responses, timeout=STORE_TIMEOUT_SECONDS)
         self._left_out = Counter(

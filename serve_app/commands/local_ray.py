@@ -19,6 +19,7 @@ from typing import Literal
 
 import psutil
 
+from serve_app.cluster.port_watch import OWN_RAY_VARIABLE
 from serve_app.cluster.proxy.limits import CALLBACK, CALLBACK_VARIABLE
 from serve_app.commands.ray_address import find_ray, not_joined
 from serve_app.commands.ray_startup import attentive_start, first_line, import_ray_impatiently
@@ -56,6 +57,7 @@ def prepare_environment(address: str | None = None) -> None:
         # Seconds, and attempts, to reach a cluster: what has accepted a connection and says nothing is none.
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "3")
     else:
+        os.environ.setdefault(OWN_RAY_VARIABLE, "1")
         # What stands in Serve's proxy before Serve: bounds, and answers of ours in place of Serve's own.
         os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
         # Ray lets its workers yield to every other process (niceness 15); a server is what this machine is

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -87,18 +87,31 @@ def _in_pieces(call: Callable[[], Any], seconds: float, earlier: set[int]) -> An
 
 
 def _require_running(earlier: set[int]) -> None:
-    """Raises RayEnded. Looks without reaping: that is for whoever started the process."""
+    """Raises RayEnded."""
+    for child, what in needed_children():
+        if child.pid not in earlier and (how := end_of(child)) is not None:
+            raise RayEnded(f"{what} has ended {how}")
+
+
+def needed_children() -> list[tuple[psutil.Process, str]]:
+    """Children of this process that a Ray cannot be without, and what they are; also such as have ended."""
+    found = []
     for child in psutil.Process().children():
-        if child.pid in earlier:
-            continue
-        try:
-            what = _NEEDED.get(child.name())
-            ended = what and os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except (psutil.NoSuchProcess, ChildProcessError):
-            continue
-        if ended:
-            how = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
-            raise RayEnded(f"{what} has ended with {how} {ended.si_status}")
+        with suppress(psutil.NoSuchProcess):
+            if (what := _NEEDED.get(child.name())) is not None:
+                found.append((child, what))
+    return found
+
+
+def end_of(child: psutil.Process) -> str | None:
+    """How it has ended, in words; None while it runs. Looks without reaping: that is for whoever started it."""
+    try:
+        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None if child.is_running() else "with a status that is not known any more"
+    if ended is None:
+        return None
+    return f"with {'exit code' if ended.si_code == os.CLD_EXITED else 'signal'} {ended.si_status}"
 
 
 def first_line(error: BaseException) -> str:

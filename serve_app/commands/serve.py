@@ -25,6 +25,7 @@ from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
 from serve_app.commands.port_claim import claim_port, strangers_on
 from serve_app.commands.ray_address import BadAddress, require_address
+from serve_app.commands.ray_watch import RayLost, watch_until_gone
 from serve_app.commands.tls import TlsFiles, tls_files
 from serve_app.config import AppArgs, describe_errors
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
@@ -34,7 +35,6 @@ from serve_app.text.tokenizer import load_tokenizer
 
 DEFAULT_MODEL = "smollm2"
 DRAIN_SECONDS = 30.0
-_LOOK_SECONDS = 5.0
 _SAME_SIGNAL_SECONDS = 1.0
 
 
@@ -97,7 +97,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
 def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: float) -> int:
     """`begun`: when the command was, by the monotonic clock. The exit code."""
     session: RaySession | None = None
-    ready = False
+    ready = lost = False
     try:
         if options.address is None:
             for name, value in _proxy_limits(args).environment().items():
@@ -121,7 +121,12 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
         _print_facts(session)
         say(f"ready after {time.monotonic() - begun:.1f} s; try: {_curl(options, args)}")
         ready = True
-        return _watch()
+        fail(watch_until_gone(session))
+        return 1
+    except RayLost as error:
+        lost = True
+        fail(f"{error}; the server ends")
+        return 1
     except (StartFailed, ModelStoreError, ConnectionError) as error:
         fail(str(error))
         if session is None and options.address is not None:
@@ -135,7 +140,7 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
         return 0
     finally:
         if session is not None:
-            _stop(session, answering=ready)
+            _stop(session, answering=ready, lost=lost)
 
 
 def _catch_signals() -> None:
@@ -279,25 +284,9 @@ def _curl(options: ServeOptions, args: AppArgs) -> str:
     return f"curl {_base_url(options)}/v1/{path} -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
 
 
-def _watch() -> int:
-    """Returns when the application is gone; a signal leaves by KeyboardInterrupt."""
-    from ray import serve
-
-    while True:
-        time.sleep(_LOOK_SECONDS)
-        try:
-            gone = APPLICATION not in serve.status().applications
-        except Exception as error:  # whatever Ray raises when its processes are gone
-            fail(f"Ray does not answer any more: {error}")
-            return 1
-        if gone:
-            fail("the application was deleted by someone else")
-            return 1
-
-
-def _stop(session: RaySession, *, answering: bool) -> None:
+def _stop(session: RaySession, *, answering: bool, lost: bool) -> None:
     """Lets running answers end, for a while; another signal ends the wait. Then nothing of ours is left. `answering`:
-    the server was ready, so that there may be answers."""
+    the server was ready, so that there may be answers. `lost`: Ray is, and nobody can be told."""
     begun = time.monotonic()
     hurry = threading.Event()
 
@@ -307,11 +296,13 @@ def _stop(session: RaySession, *, answering: bool) -> None:
 
     signal.signal(signal.SIGINT, again)
     signal.signal(signal.SIGTERM, again)
-    if answering:
+    if lost:
+        say("stopping what is left")
+    elif answering:
         say(f"stopping; running answers have {DRAIN_SECONDS:.0f} s (Ctrl-C again: stop now)")
     else:
         say("stopping what was started")
-    if answering or not session.owned:  # a Ray of our own takes everything along
+    if not lost and (answering or not session.owned):  # a Ray of our own takes everything along
         draining = threading.Thread(target=_drain, args=(session, hurry), name="drain", daemon=True)
         draining.start()
         while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -11,13 +12,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+
+from serve_app.cluster.app import ENGINES
+from serve_app.commands.local_ray import APPLICATION
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -40,11 +46,11 @@ def carriers(token: str) -> list[int]:
     return found
 
 
-def node_process(server: subprocess.Popen[str]) -> psutil.Process:
+def node_process(server: subprocess.Popen[str], name: str = "raylet") -> psutil.Process:
     """Ray's, of a server that starts, as soon as it is there."""
     while server.poll() is None:
         for child in psutil.Process(server.pid).children():
-            if child.name() == "raylet":
+            if child.name() == name:
                 return child
         time.sleep(0.02)
     pytest.fail(f"the server ended: {server.communicate()[0]}")
@@ -112,6 +118,69 @@ def test_it_becomes_ready_answers_the_curl_it_prints_and_stops_without_a_trace(s
         rest, _ = process.communicate(timeout=90)
         assert process.returncode == 0, rest
         assert rest.rstrip().endswith("stopped")
+    assert nothing_is_left(token), carriers(token)
+
+
+class Reading(threading.Thread):
+    """A streamed chat, read until it ends."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self.text, self.chunks, self.last = "", 0, ""
+        self.start()
+
+    def run(self) -> None:
+        body = {"messages": [{"role": "user", "content": "Write about the sea."}], "stream": True}
+        body |= {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=None) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self._take(line.removeprefix("data: "))
+
+    def _take(self, said: str) -> None:
+        self.last = said
+        if said != "[DONE]":
+            assert "error" not in json.loads(said), said
+            self.text += json.loads(said)["choices"][0]["delta"].get("content") or ""
+            self.chunks += 1
+
+    def wait_for(self, chunks: int) -> None:
+        while self.chunks < chunks:
+            assert self.is_alive()
+            time.sleep(0.01)
+
+
+def engine_process(token: str) -> psutil.Process:
+    [pid] = [pid for pid in carriers(token) if f"{APPLICATION}:{ENGINES}" in " ".join(psutil.Process(pid).cmdline())]
+    return psutil.Process(pid)
+
+
+def test_an_answer_waits_for_another_engine_and_a_head_that_dies_is_noticed_and_named(smollm2_path: Path) -> None:
+    """With one replica, as is the default, nothing can go on before another has started."""
+    token, port = secrets.token_hex(32), free_port()
+    url = f"http://127.0.0.1:{port}"
+    with serving(token, "--model", "smollm2", "--kv-memory", "64MiB", port=port) as process:
+        assert process.stdout is not None
+        while "ready after" not in (line := process.stdout.readline()):
+            assert line, "it ended"
+        undisturbed = Reading(url)
+        undisturbed.join(200)
+        disturbed = Reading(url)
+        disturbed.wait_for(20)
+        engine_process(token).kill()
+        begun = time.monotonic()
+        disturbed.join(300)
+        print(f"complete after {time.monotonic() - begun:.0f} s")
+        assert disturbed.last == "[DONE]"
+        assert disturbed.text == undisturbed.text
+
+        node_process(process, "gcs_server").kill()
+        begun = time.monotonic()
+        said, _ = process.communicate(timeout=60)
+        print(f"ended after {time.monotonic() - begun:.0f} s")
+        assert process.returncode == 1
+        assert re.search(r"^error: Ray's head process \(gcs_server\), process \d+, has ended with signal 9", said, re.M)
     assert nothing_is_left(token), carriers(token)
 
 
