@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.ingress.errors import ApiError, retry_later
-from serve_app.openai.responses.store import History, StoredResponse
+from serve_app.openai.responses.store import FoundItems, History, StoredResponse
 
 logger = logging.getLogger("moorage")
 
@@ -70,6 +70,10 @@ class HandleResponseStore:
     async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
         history: History | None = await self._call("history", owner, response_id, most_bytes)
         return history
+
+    async def items(self, owner: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
+        items: FoundItems = await self._call("items", owner, item_ids, most_bytes)
+        return items
 
     async def delete(self, owner: str, response_id: str) -> bool:
         return bool(await self._call("delete", owner, response_id))

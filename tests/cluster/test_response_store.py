@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
+import openai
 import pytest
 from ray import serve
 from scripted import Deploy, ScriptedEngine
@@ -52,6 +54,22 @@ async def test_a_chain_is_known_to_every_ingress(http: httpx.AsyncClient) -> Non
     assert {answer.status_code for answer in kept} == {200}
     assert (await http.delete(f"/v1/responses/{previous}")).status_code == 200
     assert (await http.get(f"/v1/responses/{previous}")).status_code == 404
+
+
+async def test_an_item_is_referred_to_from_every_ingress(base_url: str, application: None) -> None:
+    for _ in range(4):
+        async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=KEY, max_retries=0) as client:
+            asked: Any = {"role": "user", "content": "a"}
+            first = await client.responses.create(input=[asked], max_output_tokens=2)
+            referred: Any = {"type": "item_reference", "id": first.output[0].id}
+            second = await client.responses.create(input=[asked, referred, asked], max_output_tokens=2)
+            by_item = await client.responses.create(input=[asked, *first.output, asked], max_output_tokens=2)  # type: ignore[list-item]
+            assert second.usage is not None and by_item.usage is not None
+            assert second.usage.input_tokens == by_item.usage.input_tokens
+            await client.responses.delete(first.id)
+            with pytest.raises(openai.NotFoundError) as gone:
+                await client.responses.create(input=[referred, asked])
+            assert gone.value.param == "input.0.id"
 
 
 async def test_a_response_is_cancelled_from_another_connection(http: httpx.AsyncClient) -> None:

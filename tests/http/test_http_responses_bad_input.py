@@ -23,6 +23,8 @@ RESPONSES_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": v}]}]}, "input.0.content") for v in
       (None, 5, "\ud800")],
     ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
+    *[({"input": [{"type": "item_reference", "id": v}]}, "input.0.id") for v in
+      (None, 5, "", [], "x" * 129, "\ud800")],
     *[({"input": [{"type": v, "role": "user", "content": "x"}]}, "input.0.type") for v in
       ("custom_tool_call", "web_search_call", 5, "", [], {})],
     *[({"input": [OUTPUT | {"call_id": v}]}, "input.0.call_id") for v in (None, 5, "", [], "\ud800", "c")],

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import openai
 import pydantic
 import pytest
+from flat_tools import PARIS, TIME, TOOLS, output_of
 from http_harness import MODEL, Server, wait_until
 
 
@@ -80,6 +81,40 @@ def test_parts_and_output_items_as_input(server: Server, client: openai.OpenAI) 
     history = [{"role": "user", "content": "Hi"}, *first.output, {"role": "user", "content": "More"}]
     assert client.responses.create(model=MODEL, store=False, input=history).output_text == "Hello there!"
     assert len(server.engine.requests[1].spans) == 1
+
+
+def test_items_that_the_server_keeps_are_referred_to_by_their_ids(server: Server, client: openai.OpenAI) -> None:
+    server.say(f"Let me see.\n{PARIS}\n{TIME}")
+    asked = {"role": "user", "content": "Weather?"}
+    first = client.responses.create(model=MODEL, input=[asked], tools=TOOLS, store=True, instructions="Be kind.")
+    outputs = [output_of(item.to_dict(), "rain") for item in first.output if item.type == "function_call"]
+    assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    untyped = [{"id": item.id} for item in first.output]
+    server.say("It rains.")
+    for items in (first.output, references, untyped):
+        again = client.responses.create(
+            model=MODEL, input=[asked, *items, *outputs], tools=TOOLS, instructions="Be kind."
+        )
+        assert again.output_text == "It rains."
+    by_items, by_ids, by_bare_ids = server.engine.requests[-3:]
+    assert by_items.prompt_ids == by_ids.prompt_ids == by_bare_ids.prompt_ids
+    assert by_items.spans == by_ids.spans and len(by_ids.spans) == 1
+    assert by_ids.session_id == first.id != by_items.session_id
+    with pytest.raises(openai.BadRequestError) as unanswered:
+        client.responses.create(model=MODEL, input=[asked, *references])
+    assert unanswered.value.param == "input"
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as gone:
+        client.responses.create(model=MODEL, input=[asked, *references])
+    assert (gone.value.param, gone.value.code) == ("input.1.id", "item_not_found")
+
+
+def test_what_was_parsed_comes_back_as_it_is(server: Server, client: openai.OpenAI) -> None:
+    server.say('{"name": "Paris"}')
+    first = client.responses.parse(model=MODEL, input="Capital of France?", text_format=City)
+    client.responses.parse(model=MODEL, input=[*first.output, {"role": "user", "content": "Why?"}], text_format=City)
+    assert len(server.engine.requests[-1].spans) == 1
 
 
 def test_models_and_unknown_ones(client: openai.OpenAI) -> None:

@@ -9,7 +9,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
-from serve_app.openai.responses.store import History, KeptCall, KeptMessage, ResponseStore, StoredResponse
+from serve_app.openai.responses.store import (
+    FoundItems,
+    History,
+    KeptCall,
+    KeptItem,
+    KeptMessage,
+    ResponseStore,
+    StoredResponse,
+)
 
 
 def stored(previous: StoredResponse | None = None, owner: str = "o", text: str = "hi", **fields: str) -> StoredResponse:
@@ -24,6 +32,11 @@ def stored(previous: StoredResponse | None = None, owner: str = "o", text: str =
         answer=KeptMessage("assistant", f"re: {text}"),
         shown=fields.get("shown", f'"{response_id}"'),
     )
+
+
+def with_item(item_id: str, text: str) -> StoredResponse:
+    """A new response whose output has this item."""
+    return replace(stored(shown=f"[é{text}]"), items=(KeptItem(item_id, 2, 2 + len(text)),))
 
 
 MOST = 2**20
@@ -132,3 +145,16 @@ class ResponseStoreConformance:
         final = stored()
         await store.put(final)
         assert await store.cancel("o", final.id) is None
+
+    async def test_items_are_found_by_their_ids_and_gone_with_their_response(self, store: ResponseStore) -> None:
+        first, second = with_item("msg_1", '{"é": 1}'), with_item("msg_2", '{"b": 2}')
+        for response in (first, second):
+            await store.put(response)
+        found = await store.items("o", ["msg_2", "msg_1", "msg_2"], MOST)
+        size = len('{"b": 2}{"é": 1}{"b": 2}'.encode())
+        assert found == FoundItems(('{"b": 2}', '{"é": 1}', '{"b": 2}'), size, session_id=second.session_id)
+        assert await store.items("o", ["msg_1"], 8) == FoundItems((), 9, session_id=first.session_id)
+        assert await store.items("o", ["msg_1", "msg_3"], MOST) == FoundItems(missing="msg_3")
+        assert await store.items("other", ["msg_1"], MOST) == FoundItems(missing="msg_1")
+        assert await store.delete("o", first.id)
+        assert await store.items("o", ["msg_2", "msg_1"], MOST) == FoundItems(missing="msg_1")

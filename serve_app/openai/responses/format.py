@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve_app.ingress.errors import SERVER_ERROR, ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
 from serve_app.openai.responses.output import COMPLETED, IN_PROGRESS, INCOMPLETE, Event, Output
 from serve_app.openai.responses.protocol import ResponsesRequest, WantedReasoning
+from serve_app.openai.responses.store import KeptItem
 from serve_app.openai.sse import event
 from serve_app.openai.structured import WantedText
 from serve_app.openai.tools import shown_choice
@@ -136,6 +138,18 @@ class ResponseFormat:
 
 def as_json(shown: dict[str, object]) -> str:
     return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
+
+
+def kept_items(shown: str, response: Mapping[str, Any]) -> tuple[KeptItem, ...]:
+    """Where in `shown`, which is this response as JSON, the items of its output stand."""
+    items: list[KeptItem] = []
+    at = 0
+    for item in response["output"]:
+        text = as_json(item)
+        begin = shown.index(text, at)  # no text of a client can be it: inside of a string quotes are escaped
+        at = begin + len(text)
+        items.append(KeptItem(item["id"], begin, at))
+    return tuple(items)
 
 
 def _item_status(status: str) -> str:

@@ -5,6 +5,8 @@ Whatever a response gave comes back as it is: names that are not here, such as i
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -45,6 +47,11 @@ _ITEMS: list[object] = [
         "required": ["type", "call_id", "output"],
     },
     {"type": "object", "properties": {"type": {"const": "reasoning"}}, "required": ["type"]},
+    {
+        "type": "object",
+        "properties": {"type": {"const": "item_reference"}, "id": {"type": "string", "minLength": 1, "maxLength": 128}},
+        "required": ["type", "id"],
+    },
 ]
 INPUT_SCHEMA = {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _ITEMS}, "minItems": 1}]}
 
@@ -91,12 +98,19 @@ class Reasoning(Strict):
     and the others leave out what was thought before the last question."""
 
 
-Item = InputMessage | FunctionCall | FunctionCallOutput | Reasoning
+class ItemReference(Strict):
+    """An item of a kept response's output, by its id. `resolved` puts the item in its place."""
+
+    id: Annotated[Text, Field(min_length=1, max_length=128)]
+
+
+Item = InputMessage | FunctionCall | FunctionCallOutput | Reasoning | ItemReference
 _KINDS: dict[str, type[Item]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
     "reasoning": Reasoning,
+    "item_reference": ItemReference,
 }
 
 
@@ -111,7 +125,10 @@ def items_of(value: object) -> list[Item]:
 
 def _item(value: object, param: str) -> Item:
     kind = value.get("type") if isinstance(value, dict) else None
-    model = _KINDS.get("message" if kind is None else kind) if isinstance(kind, str | None) else None
+    if kind is None:
+        # Of both kinds clients may leave out the type.
+        kind = "item_reference" if isinstance(value, dict) and "id" in value and "role" not in value else "message"
+    model = _KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
         kinds = " or ".join(f"'{known}'" for known in _KINDS)
         raise bad_value(f"{param}.type", f"must be {kinds}: no other kind of item is supported by this server")
@@ -119,3 +136,12 @@ def _item(value: object, param: str) -> Item:
         return model.model_validate(value)
     except ValidationError as error:
         raise first_error(error, param) from error
+
+
+def resolved(items: Sequence[Item], texts: Sequence[str]) -> list[Item]:
+    """`items` with those of `texts`, in JSON, in the place of references, as if they had been sent themselves."""
+    waiting = iter(texts)
+    return [
+        _item(json.loads(next(waiting)), f"input.{i}") if isinstance(item, ItemReference) else item
+        for i, item in enumerate(items)
+    ]

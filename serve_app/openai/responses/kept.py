@@ -13,7 +13,7 @@ from typing import cast
 from serve_app.interruption import Cancellation
 from serve_app.openai.choices import Piece, joined
 from serve_app.openai.responses.conversation import answer_of
-from serve_app.openai.responses.format import ResponseFormat, as_json
+from serve_app.openai.responses.format import ResponseFormat, as_json, kept_items
 from serve_app.openai.responses.output import IN_PROGRESS
 from serve_app.openai.responses.store import KeptMessage, ResponseStore, StoredResponse
 from serve_app.openai.services import Services
@@ -57,8 +57,10 @@ async def kept_events(
                     pieces.append(event)
                 elif isinstance(event, Finished):
                     answers = joined(pieces, 1)
-                    shown = as_json(form.whole(answers, event))
-                    await services.store.put(replace(record, answer=answer_of(answers[0]), shown=shown))
+                    whole = form.whole(answers, event)
+                    shown = as_json(whole)
+                    kept = replace(record, answer=answer_of(answers[0]), shown=shown, items=kept_items(shown, whole))
+                    await services.store.put(kept)
                 yield event
 
 

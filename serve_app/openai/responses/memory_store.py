@@ -6,10 +6,10 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from serve_app.openai.responses.store import History, StoredResponse, StoreLimits
+from serve_app.openai.responses.store import FoundItems, History, StoredResponse, StoreLimits
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class MemoryResponseStore:
         self._clock = clock
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by the id of the root
         self._roots: dict[str, str] = {}  # response -> root
+        self._makers: dict[str, str] = {}  # item -> the response that has it in its output
         self.bytes = 0
         self._running: OrderedDict[str, _Running] = OrderedDict()  # in order of `until`
 
@@ -80,6 +81,7 @@ class MemoryResponseStore:
         conversation = self._conversations.setdefault(root, _Conversation(0.0))
         conversation.responses[stored.id] = stored
         self._roots[stored.id] = root
+        self._makers |= {item.id: stored.id for item in stored.items}
         self.bytes += stored.bytes
         self._use(root)
         while len(self._roots) > self._limits.max_responses or self.bytes > self._limits.max_bytes:
@@ -105,6 +107,19 @@ class MemoryResponseStore:
         messages = tuple(message for turn in reversed(chain) for message in (*turn.messages, turn.answer))
         size = sum(message.bytes for message in messages)
         return History(last.session_id, messages if size <= most_bytes else (), size)
+
+    async def items(self, owner: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
+        texts: list[str] = []
+        size, session_id = 0, None
+        for item_id in item_ids:
+            found = self._find(owner, self._makers.get(item_id, ""))
+            if found is None:
+                return FoundItems(missing=item_id)
+            text = next(found.shown[item.begin : item.end] for item in found.items if item.id == item_id)
+            size, session_id = size + len(text.encode()), found.session_id
+            if size <= most_bytes:
+                texts.append(text)
+        return FoundItems(tuple(texts) if size <= most_bytes else (), size, session_id=session_id)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         if self._find(owner, response_id) is None:
@@ -160,7 +175,10 @@ class MemoryResponseStore:
         if root is None:
             return
         conversation = self._conversations[root]
-        self.bytes -= conversation.responses.pop(response_id).bytes
+        forgotten = conversation.responses.pop(response_id)
+        self.bytes -= forgotten.bytes
+        for item in forgotten.items:
+            del self._makers[item.id]
         if not conversation.responses:
             del self._conversations[root]
 

@@ -16,9 +16,10 @@ from serve_app.openai.prepared import Asked, Circumstances, Prepared, identity_o
 from serve_app.openai.requests import checked_model
 from serve_app.openai.responses.conversation import as_message, check_calls, messages_of
 from serve_app.openai.responses.format import ResponseFormat
+from serve_app.openai.responses.items import ItemReference, resolved
 from serve_app.openai.responses.kept import Keeping
 from serve_app.openai.responses.protocol import ResponsesRequest
-from serve_app.openai.responses.store import History, KeptMessage
+from serve_app.openai.responses.store import FoundItems, History, KeptMessage
 from serve_app.openai.strict import parse
 from serve_app.openai.turn_request import sampling_of
 from serve_app.openai.unserved import refuse_unserved_responses
@@ -26,10 +27,23 @@ from serve_app.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
-class HistoryNeeded:
-    """The body can be read only with the conversation up to this response, which another process keeps."""
+class KeptNeeded:
+    """The body can be read only with what another process keeps: the conversation up to this response, and items.
 
-    previous_response_id: str
+    places   where in the input each of the items is referred to
+    """
+
+    previous_response_id: str | None
+    item_ids: tuple[str, ...]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a body refers to. `items`: as JSON, in the order of the input."""
+
+    history: History | None
+    items: FoundItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +65,17 @@ def parse_response(desk: Desk, data: bytes) -> ResponsesRequest:
 
 
 def prepare_response(
-    desk: Desk, body: ResponsesRequest, circumstances: Circumstances, history: History | None
-) -> PreparedResponse | HistoryNeeded:
-    if history is None and body.previous_response_id is not None:
-        return HistoryNeeded(body.previous_response_id)
+    desk: Desk, body: ResponsesRequest, circumstances: Circumstances, kept: Kept | None
+) -> PreparedResponse | KeptNeeded:
+    references = [(i, item.id) for i, item in enumerate(body.input) if isinstance(item, ItemReference)]
+    if kept is None and (body.previous_response_id is not None or references):
+        return KeptNeeded(body.previous_response_id, tuple(id for _, id in references), tuple(i for i, _ in references))
+    history, items = (None, FoundItems()) if kept is None else (kept.history, kept.items)
+    given = resolved(body.input, items.texts)
     model, settings = checked_model(body.model, desk.settings), desk.settings
     earlier = () if history is None else history.messages
-    check_calls(earlier, body.input)
-    own = messages_of(body.input)
+    check_calls(earlier, given)
+    own = messages_of(given)
     if not own:
         raise bad_value("input", "must have more than items of type 'reasoning', which are passed over")
     # Instructions are those of this turn alone: they stand first, and earlier ones are not carried over.
@@ -73,8 +90,9 @@ def prepare_response(
     prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools, length_param=blamed)
     asked = Asked(prompt, blamed, conversation_opening(messages))
     response_id = f"resp_{uuid.uuid4().hex}"
-    # The first of a chain names the session of all.
-    chain = history.session_id if history is not None else response_id if body.stored else None
+    # The first of a chain names the session of all. Items that are referred to are of the chain, too.
+    session = history.session_id if history is not None else items.session_id
+    chain = session if session is not None else response_id if body.stored else None
     identity = identity_of(desk, body, circumstances, [model, *asked.opening], chain)
     sampling = sampling_of(body, settings)
     # What a response says of its request is all but the input, which may be long.

@@ -14,8 +14,8 @@ from serve_app.openai.prepared import Circumstances
 from serve_app.openai.requests import circumstances_of, read
 from serve_app.openai.responses.kept import kept_events
 from serve_app.openai.responses.protocol import ResponsesRequest
-from serve_app.openai.responses.reading import HistoryNeeded, PreparedResponse, parse_response, prepare_response
-from serve_app.openai.responses.store import History
+from serve_app.openai.responses.reading import Kept, KeptNeeded, PreparedResponse, parse_response, prepare_response
+from serve_app.openai.responses.store import FoundItems, History
 from serve_app.openai.services import Services
 from serve_app.openai.turns import answer_events
 
@@ -31,10 +31,9 @@ def responses_router(services: Services) -> APIRouter:
         data = await read_body(request, settings.max_body_bytes)
         circumstances = await circumstances_of(request, services)
         ready = await read(request, services, len(data), parse_response, data, prepare_response, circumstances, None)
-        if isinstance(ready, HistoryNeeded):
-            history = await _history(services, ready.previous_response_id, circumstances)
-            size = len(data) + history.bytes
-            ready = await read(request, services, size, parse_response, data, prepare_response, circumstances, history)
+        if isinstance(ready, KeptNeeded):
+            kept, size = await _kept(services, ready, circumstances, len(data))
+            ready = await read(request, services, size, parse_response, data, prepare_response, circumstances, kept)
             assert isinstance(ready, PreparedResponse)
         record.session = ready.session
         services.note_left_out(ready.left_out)
@@ -74,6 +73,34 @@ def responses_router(services: Services) -> APIRouter:
         )
 
     return router
+
+
+async def _kept(services: Services, needed: KeptNeeded, circumstances: Circumstances, size: int) -> tuple[Kept, int]:
+    """What a body of `size` bytes refers to, and the size of it all."""
+    history, items = None, FoundItems()
+    if needed.previous_response_id is not None:
+        history = await _history(services, needed.previous_response_id, circumstances)
+        size += history.bytes
+    if needed.item_ids:
+        items = await _items(services, needed, circumstances)
+        size += items.bytes
+    return Kept(history, items), size
+
+
+async def _items(services: Services, needed: KeptNeeded, circumstances: Circumstances) -> FoundItems:
+    most = services.settings.max_body_bytes
+    items = await services.store.items(circumstances.tenant, needed.item_ids, most)
+    if items.missing is not None:
+        param = f"input.{needed.places[needed.item_ids.index(items.missing)]}.id"
+        message = (
+            f"{param}: no such item is kept. Its response was never stored, was deleted, or made place for newer ones; "
+            "send the item itself."
+        )
+        raise ApiError(404, message, param=param, code="item_not_found")
+    if items.bytes > most:
+        message = f"the items that it refers to have {items.bytes} bytes, and at most {most} can be gone on from"
+        raise bad_value("input", message, "context_length_exceeded")
+    return items
 
 
 async def _history(services: Services, response_id: str, circumstances: Circumstances) -> History:

@@ -6,12 +6,13 @@ memory. All of it is plain data, since the store of an application is another pr
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 RECORD_BYTES = 512  # what a record costs besides its texts, about
 MESSAGE_BYTES = 256  # and each message or call in it
+ITEM_BYTES = 512  # and each item of its output, with the entry by which it is found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,15 @@ class KeptMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptItem:
+    """An item of a response's output: where in `shown` it stands, from `begin` to before `end`, in characters."""
+
+    id: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
     """One response and the turn that made it.
 
@@ -60,6 +70,7 @@ class StoredResponse:
     messages    its own input
     answer      its output, as later turns have it
     shown       the response as clients see it, in JSON
+    items       of its output, none while it is being written
     """
 
     id: str
@@ -69,11 +80,12 @@ class StoredResponse:
     messages: tuple[KeptMessage, ...]
     answer: KeptMessage
     shown: str
+    items: tuple[KeptItem, ...] = ()
 
     @property
     def bytes(self) -> int:
         said = sum(message.bytes for message in (*self.messages, self.answer))
-        return RECORD_BYTES + len(self.shown.encode()) + said
+        return RECORD_BYTES + len(self.shown.encode()) + said + ITEM_BYTES * len(self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,20 @@ class History:
     session_id: str
     messages: tuple[KeptMessage, ...]
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundItems:
+    """Items of kept responses, as JSON, in the order asked for. `bytes`: their size; without texts they are too large.
+
+    missing     the first id that no kept response has, and then nothing else is told
+    session_id  the session of the response that has the last of them
+    """
+
+    texts: tuple[str, ...] = ()
+    bytes: int = 0
+    missing: str | None = None
+    session_id: str | None = None
 
 
 class ResponseStore(Protocol):
@@ -103,6 +129,11 @@ class ResponseStore(Protocol):
 
     async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
         """None if this response, or any before it, is not kept. Of a conversation with more than `most_bytes` only the
+        size."""
+        ...
+
+    async def items(self, owner: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
+        """Items of the output of kept responses. They are gone with their response. Of more than `most_bytes` only the
         size."""
         ...
 
