@@ -26,7 +26,7 @@ class UnusableGrammar(InvalidOption):
     """The text is no grammar of its kind, or not one for this model. Nothing was changed."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__("guidance", kind, reason)
+        super().__init__("grammar", kind, reason)
         self.args = (kind, reason)
         self.kind, self.reason = kind, reason
 
@@ -62,7 +62,7 @@ class OutOfBlocks(EngineError):
     """A pool was asked for more than it has free. Callers plan first, so in a step this is a contract failure."""
 
 
-class GuidanceFailed(EngineError):
+class GrammarFailed(EngineError):
     """An answer's grammar gave up, by an error or a limit of its own: that turn ends, and no other one."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine_actor.memory.kv_blocks import KvBlocks
-from engine_actor.options import Guidance, SamplingParams
+from engine_actor.options import GrammarSpec, SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
 
 OwnTokens = tuple[tuple[int, tuple[int, ...]], ...]
@@ -34,21 +34,21 @@ class TurnRequest:
     """One turn, validated and tokenized.
 
     request_id            for logs and traces
-    owner                 tenant, from the API key; part of every session's identity and of the prefix salt
+    cache_scope                 tenant, from the API key; part of every session's identity and of the prefix salt
     session_id            None: anonymous, nothing stays resident
     prompt_ids            the whole rendered prompt
     spans                 assistant messages in it, in order; where this server generated one, its own tokens are used
     max_generated_tokens  0: what the context leaves
     min_generated_tokens  before this many, nothing that would end the turn is chosen
     logprobs              None: none; k: those of each token and of the k likeliest in its place
-    guidance              the grammar that each answer follows; None: any text
+    grammar               the grammar that each answer follows; None: any text
     choices               independent answers to the one prompt; all but the first are anonymous
     resumed_tokens        None: a new turn. k: one that another replica had accepted before it was lost; the last k of
                           `prompt_ids` are what it generated. Its history stands as it is, and no full queue refuses it
     """
 
     request_id: str
-    owner: str
+    cache_scope: str
     session_id: str | None
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -61,7 +61,7 @@ class TurnRequest:
     logprobs: int | None = None
     choices: int = 1
     resumed_tokens: int | None = None
-    guidance: Guidance | None = None
+    grammar: GrammarSpec | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -176,7 +176,7 @@ class SessionInfo:
     """A resident conversation. `cached_tokens` are in the KV cache; `idle_seconds` is 0 while a turn runs."""
 
     session_id: str
-    owner: str
+    cache_scope: str
     replica: str
     tokens: int
     cached_tokens: int
@@ -195,7 +195,7 @@ class MovedSession:
     kv             what that cache holds, if it comes along
     """
 
-    owner: str
+    cache_scope: str
     session_id: str
     tokens: tuple[int, ...]
     answers: tuple[HistorySpan, ...]
@@ -213,7 +213,7 @@ class ForkOutcome(StrEnum):
     EXISTS = "exists"  # the new name is taken
 
 
-def session_key(owner: str, session_id: str) -> str:
-    """The name under which a conversation is resident and routed: bound to its owner, so that one tenant can neither
+def session_key(cache_scope: str, session_id: str) -> str:
+    """The name under which a session is resident and routed: bound to its cache scope, so that one tenant can neither
     reach nor guess another's session."""
-    return hashlib.sha256(f"{len(owner)}:{owner}{session_id}".encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(f"{len(cache_scope)}:{cache_scope}{session_id}".encode("utf-8", "surrogatepass")).hexdigest()

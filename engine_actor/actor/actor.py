@@ -38,7 +38,7 @@ from engine_actor.messages import (
     session_key,
 )
 from engine_actor.requests.outcomes import StepReport
-from engine_actor.sampling.guidance import Grammar, Grammars
+from engine_actor.sampling.grammars import Grammar, Grammars
 from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.sessions.deletions import RecentDeletions
 from engine_actor.sessions.table import Detokenize, SessionTable
@@ -213,9 +213,9 @@ class EngineActor:
     async def _compiled(self, request: TurnRequest, grammars: Grammars) -> Grammar | TurnRefused | None:
         """What the turn's answer will follow. A large grammar takes longer than a step, so all are compiled on a thread
         of their own: one, since they must not take the processors from the model."""
-        if request.guidance is None:
+        if request.grammar is None:
             return None
-        if (known := grammars.find(request.guidance)) is not None:
+        if (known := grammars.find(request.grammar)) is not None:
             return known
         if self._compiling >= self.options.queue_limit and request.resumed_tokens is None:
             return TurnRefused(
@@ -223,7 +223,7 @@ class EngineActor:
             )
         self._compiling += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compiler, grammars.compile, request.guidance)
+            return await asyncio.get_running_loop().run_in_executor(self._compiler, grammars.compile, request.grammar)
         except UnusableGrammar as error:
             return TurnRefused(RefusalCode.GRAMMAR, str(error))
         finally:
@@ -245,34 +245,34 @@ class EngineActor:
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
+    async def close_session(self, cache_scope: str, session_id: str) -> bool:
         """Drops a session and all it holds; False if it is not known here. It is remembered for a while, so that the
         session does not come back with `adopt`."""
-        key = session_key(owner, session_id)
+        key = session_key(cache_scope, session_id)
         self._deletions.note(key)
         return await self._on_owner(lambda loop: loop.close_session(key))
 
-    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+    async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         """A new session that begins with all the tokens of a dormant one."""
-        return await self._on_owner(lambda loop: loop.sessions.fork(owner, session_id, new_session_id))
+        return await self._on_owner(lambda loop: loop.sessions.fork(cache_scope, session_id, new_session_id))
 
-    async def sessions(self, owner: str | None = None) -> list[SessionInfo]:
-        """Resident sessions of one owner, or of all."""
-        return await self._on_owner(lambda loop: loop.sessions.infos(owner))
+    async def sessions(self, cache_scope: str | None = None) -> list[SessionInfo]:
+        """Resident sessions of one cache scope, or of all."""
+        return await self._on_owner(lambda loop: loop.sessions.infos(cache_scope))
 
     async def dormant_sessions(self) -> list[MovedSession]:
         """All sessions that no turn is using, for another replica to `adopt`; without their KV caches."""
         return await self._on_owner(lambda loop: loop.sessions.dormant())
 
-    async def take_along(self, owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
+    async def take_along(self, cache_scope: str, session_id: str, most_bytes: int) -> MovedSession | None:
         """One of them with its KV cache, unless that is larger than `most_bytes`; None if it is dormant no more. The
         copy holds up the next step: milliseconds for a cache of tens of megabytes."""
-        key = session_key(owner, session_id)
+        key = session_key(cache_scope, session_id)
         return await self._on_owner(lambda loop: loop.sessions.take_along(key, most_bytes))
 
     async def adopt(self, moved: MovedSession) -> bool:
         """Takes over a session of another replica; False if it is known or was deleted here."""
-        if session_key(moved.owner, moved.session_id) in self._deletions:
+        if session_key(moved.cache_scope, moved.session_id) in self._deletions:
             return False
         return await self._on_owner(lambda loop: loop.sessions.adopt(moved))
 

@@ -43,7 +43,7 @@ _LENGTH = (FinishReason.MAX_GENERATED_TOKENS, FinishReason.MAX_SESSION_TOKENS)
 _STOP = (FinishReason.EOS, FinishReason.STOP_SEQUENCE)
 _FAILURES = {
     ErrorCode.FATAL: Failure.UNAVAILABLE,
-    ErrorCode.GUIDANCE: Failure.GRAMMAR,
+    ErrorCode.GRAMMAR: Failure.GRAMMAR,
     ErrorCode.UNSERVICEABLE: Failure.CONTEXT_LENGTH,
 }
 _ROLLED_BACK = (StepOutcome.RETRYABLE_BATCH_ABORT, StepOutcome.EXECUTION_CAPACITY_EXCEEDED)

@@ -39,7 +39,7 @@ from engine_actor.requests.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from engine_actor.sampling.batched_sampler import BatchedSampler
-from engine_actor.sampling.guidance import Grammars
+from engine_actor.sampling.grammars import Grammars
 from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.scheduling.preemption import choose_victim
 from engine_actor.scheduling.scheduler import Scheduler

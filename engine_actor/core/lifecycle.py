@@ -19,7 +19,7 @@ from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags, Eve
 from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus, TokenHistory
 from engine_actor.requests.request import Request
 from engine_actor.requests.table import RequestTable
-from engine_actor.sampling.guidance import Grammars
+from engine_actor.sampling.grammars import Grammars
 
 LAST_TURN_ID = 2**64 - 1
 
@@ -100,7 +100,7 @@ class Lifecycle:
             raise InvalidCall("this request has used up its turn ids; create a new one")
         added = self._checked_tokens(record, tokens)
         self._check_options(record, len(added), options)
-        guide = None if options.guidance is None else self._grammars.cursor(options.guidance)
+        guide = None if options.grammar is None else self._grammars.cursor(options.grammar)
         self._append(record, added)
         record.status = RequestStatus.WAITING
         record.turn_id += 1
@@ -114,7 +114,7 @@ class Lifecycle:
         record.end_length = min(record.max_total, begin + limit) if limit else record.max_total
         eos = frozenset() if options.ignore_eos else self.eos_token_ids
         record.end_tokens = eos | options.stop_token_ids
-        record.guide = guide
+        record.grammar_cursor = guide
         record.plain = not (options.min_generated_tokens or options.sampling.reshapes or guide)
         record.finish_reason = None
         record.admitted = False
@@ -197,7 +197,7 @@ class Lifecycle:
         """Ends a turn outside a step's commit, keeping all that was committed, with its one terminal event."""
         self.requests.rest(record)
         record.drafts = ()
-        record.guide = None
+        record.grammar_cursor = None
         record.status = RequestStatus.IDLE
         record.finish_reason = reason
         flags = EventFlags.TURN_FINISHED
@@ -274,8 +274,8 @@ class Lifecycle:
             raise InvalidOption("tokens", count, f"at most {self.max_draft_tokens} drafts")
         if record.status is not RequestStatus.RUNNING or record.is_prefill:
             raise InvalidCall("drafts need a turn whose prompt is processed and that still generates")
-        if not options.sampling.greedy or options.sampling.reshapes or options.guidance is not None:
-            raise InvalidCall("drafts need greedy decoding without penalties, biases and guidance")
+        if not options.sampling.greedy or options.sampling.reshapes or options.grammar is not None:
+            raise InvalidCall("drafts need greedy decoding without penalties, biases and a grammar")
         if record.turn_generated < options.min_generated_tokens:
             raise InvalidCall(f"drafts need {options.min_generated_tokens} generated tokens, the turn's minimum")
 
@@ -332,5 +332,5 @@ class Lifecycle:
         del self.requests.records[record.id]
         record.status = RequestStatus.CLOSED
         record.history = TokenHistory()
-        record.guide = None
+        record.grammar_cursor = None
         record.num_computed_tokens = 0

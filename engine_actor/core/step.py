@@ -26,7 +26,7 @@ import numpy as np
 from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.packing import StepPacker
-from engine_actor.errors import ContractViolation, GuidanceFailed
+from engine_actor.errors import ContractViolation, GrammarFailed
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus, Usage
@@ -197,19 +197,19 @@ class StepTransaction:
         """What changes this row's logits."""
         options = record.turn_options
         too_short = record.turn_generated < options.min_generated_tokens
-        if not too_short and not options.sampling.reshapes and record.guide is None:
+        if not too_short and not options.sampling.reshapes and record.grammar_cursor is None:
             return None
         tokens, generated = record.history.ids[: record.history.length], record.turn_generated
-        mask = None if record.guide is None else self._mask(record, tokens[len(tokens) - generated :])
+        mask = None if record.grammar_cursor is None else self._mask(record, tokens[len(tokens) - generated :])
         banned = record.end_tokens if too_short else frozenset()
         return RowContext(tokens, generated, banned, mask)
 
     def _mask(self, record: RequestRecord, answer: list[int]) -> Bits | None:
         """What the row's grammar lets follow. Where it fails nothing may, so that this row ends alone."""
-        assert record.guide is not None
+        assert record.grammar_cursor is not None
         try:
-            return record.guide.mask(answer)
-        except GuidanceFailed as error:
+            return record.grammar_cursor.mask(answer)
+        except GrammarFailed as error:
             self._unguided[record.id] = str(error)
             return np.zeros(bytes_of_bits(self._lifecycle.vocab_size), np.uint8)
 
@@ -279,10 +279,10 @@ class StepTransaction:
 
     def _why_failed(self, record: RequestRecord) -> tuple[int, str]:
         """Of a row for which no token could be chosen."""
-        if record.guide is None:
+        if record.grammar_cursor is None:
             return ErrorCode.NOT_FINITE, "the model gave no finite number for the next token"
         reason = self._unguided.get(record.id, "nothing that it allows has a finite number from the model")
-        return ErrorCode.GUIDANCE, f"the answer's grammar failed: {reason}"
+        return ErrorCode.GRAMMAR, f"the answer's grammar failed: {reason}"
 
     def _cached_tokens(self, row: PlannedRow) -> int:
         """Input positions of this turn that were found in the cache; fixed by the turn's first step."""
@@ -309,7 +309,7 @@ class StepTransaction:
             record.status = RequestStatus.RUNNING
         else:
             requests.rest(record)
-            record.status, record.guide = RequestStatus.IDLE, None
+            record.status, record.grammar_cursor = RequestStatus.IDLE, None
 
     # -- after the step -----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class ErrorCode:
     UNSERVICEABLE = 4  # this request can never fit
     FATAL = 5
     NOT_FINITE = 6  # the model gave no usable number for this row
-    GUIDANCE = 7  # the grammar of this row failed, or allows nothing that the model can say
+    GRAMMAR = 7  # the grammar of this row failed, or allows nothing that the model can say
 
 
 @dataclass(slots=True)

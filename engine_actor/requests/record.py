@@ -18,7 +18,7 @@ from engine_actor.options import RequestOptions, TurnOptions
 
 if TYPE_CHECKING:
     from engine_actor.memory.prefix_index import PrefixMatch
-    from engine_actor.sampling.guidance_cursor import Cursor
+    from engine_actor.sampling.grammar_cursor import Cursor
 
 
 class RequestStatus(StrEnum):
@@ -93,7 +93,7 @@ class RequestRecord:
         "end_length",
         "end_tokens",
         "finish_reason",
-        "guide",
+        "grammar_cursor",
         "handle",
         "history",
         "id",
@@ -135,7 +135,7 @@ class RequestRecord:
         self.end_length = max_total  # the sequence's length at which a limit ends the turn
         self.end_tokens: frozenset[int] = frozenset()  # these end it without being part of it
         self.plain = True  # its logits choose the token as they are
-        self.guide: Cursor | None = None  # of a turn whose answer follows a grammar
+        self.grammar_cursor: Cursor | None = None  # of a turn whose answer follows a grammar
         self.drafts: tuple[int, ...] = ()  # proposed by the caller for the next committed step
         self.finish_reason: FinishReason | None = None
         self.admitted = False  # the current turn has had its first committed step

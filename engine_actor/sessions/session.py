@@ -40,7 +40,7 @@ class Session:
     used it here."""
 
     key: str
-    owner: str
+    cache_scope: str
     session_id: str
     last_used: float
     request: Request | None = None
@@ -83,7 +83,7 @@ def options_of(turn: TurnRequest, choice: int = 0) -> TurnOptions:
         min_generated_tokens=turn.min_generated_tokens,
         logprobs=turn.logprobs,
         resumed_tokens=turn.resumed_tokens or 0,
-        guidance=turn.guidance,
+        grammar=turn.grammar,
     )
 
 

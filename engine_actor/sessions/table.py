@@ -80,11 +80,11 @@ class SessionTable:
         """The session of a turn, made if need be; None for an anonymous turn."""
         if turn.session_id is None:
             return None
-        key = session_key(turn.owner, turn.session_id)
+        key = session_key(turn.cache_scope, turn.session_id)
         session = self._sessions.get(key)
         if session is None:
             self._forget_surplus(new=1)  # first, since all the others may be in use, and it is not yet
-            session = Session(key, turn.owner, turn.session_id, self._clock())
+            session = Session(key, turn.cache_scope, turn.session_id, self._clock())
             self._sessions[key] = session
         self._sessions.move_to_end(key)
         session.last_used = self._clock()
@@ -97,7 +97,7 @@ class SessionTable:
         assert turn.choices == 1 or turn.resumed_tokens is None
         options = options_of(turn)
         if session is None:
-            request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
+            request = self._engine.create_request(RequestOptions(salt=turn.cache_scope.encode()))
             return self._start(request, list(turn.prompt_ids), 0, options)
         own_tokens = self._own_tokens(turn, session)
         turn = turn.with_own_tokens(own_tokens)
@@ -112,7 +112,7 @@ class SessionTable:
             resident.rewind(keep)
         else:
             self._make_room_for_one()
-            resident = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
+            resident = self._engine.create_request(RequestOptions(salt=turn.cache_scope.encode()))
         try:
             begun = self._start(resident, prompt, keep, options)
         except Exception:
@@ -133,7 +133,7 @@ class SessionTable:
         try:
             request = begun.request.fork(begun.prompt_tokens - 1)
         except (InvalidCall, InvalidOption):
-            request = self._engine.create_request(RequestOptions(salt=turn.owner.encode()))
+            request = self._engine.create_request(RequestOptions(salt=turn.cache_scope.encode()))
             return self._start(request, prompt, 0, options)
         return self._start(request, prompt, begun.prompt_tokens - 1, options)
 
@@ -156,22 +156,22 @@ class SessionTable:
             if session.answers[-1].end == session.answers[-1].start:
                 session.answers.pop()
 
-    def fork(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+    def fork(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         """A second session that begins with all of the first one's, and shares its blocks. Where there is no place
         for one more resident, only its tokens are remembered, as those of an evicted one."""
-        source = self._sessions.get(session_key(owner, session_id))
+        source = self._sessions.get(session_key(cache_scope, session_id))
         if source is None or not source.sequence():
             return ForkOutcome.UNKNOWN
         if source.open_turns:
             return ForkOutcome.RUNNING
-        key = session_key(owner, new_session_id)
+        key = session_key(cache_scope, new_session_id)
         if key in self._sessions:
             return ForkOutcome.EXISTS
         source.last_used = self._clock()
         self._sessions.move_to_end(source.key)  # places are made of others first
         self._make_room_for_one()
         answers = [replace(answer) for answer in source.answers]
-        branch = Session(key, owner, new_session_id, source.last_used, answers=answers)
+        branch = Session(key, cache_scope, new_session_id, source.last_used, answers=answers)
         if source.request is not None:
             try:
                 branch.request = source.request.fork()
@@ -228,13 +228,13 @@ class SessionTable:
         answers = tuple(spans) if self._detokenize is not None else ()
         idle = self._clock() - session.last_used
         cached = 0 if request is None else request.num_computed_tokens
-        return MovedSession(session.owner, session.session_id, tuple(sequence), answers, idle, cached)
+        return MovedSession(session.cache_scope, session.session_id, tuple(sequence), answers, idle, cached)
 
     def adopt(self, moved: MovedSession) -> bool:
         """Takes over a session that another replica had: as a resident if its KV cache came along and there is
         room, else as one whose memory was evicted. What it left behind when it was here before, which is its beginning,
         gives way; False if something else is known of it here, which then is newer."""
-        key = session_key(moved.owner, moved.session_id)
+        key = session_key(moved.cache_scope, moved.session_id)
         known = self._sessions.get(key)
         if known is not None:
             before = tuple(known.sequence())
@@ -247,13 +247,13 @@ class SessionTable:
             self._drop(known)
         last_used = self._clock() - moved.idle_seconds
         tokens = list(moved.tokens)
-        session = Session(key, moved.owner, moved.session_id, last_used, tokens=tokens, moved=True)
+        session = Session(key, moved.cache_scope, moved.session_id, last_used, tokens=tokens, moved=True)
         session.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
         self._sessions[key] = session
         for later in [c.key for c in self._sessions.values() if c.last_used > last_used]:
             self._sessions.move_to_end(later)
         if moved.kv is not None and len(self.residents()) < self._max_sessions:
-            options = RequestOptions(salt=moved.owner.encode())
+            options = RequestOptions(salt=moved.cache_scope.encode())
             session.request = self._engine.restore_request(session.tokens, moved.kv, options)
             if session.request is not None:
                 session.tokens = []
@@ -349,7 +349,7 @@ class SessionTable:
         """Turns of the same session that run or wait; 0 for an anonymous one."""
         if turn.session_id is None:
             return 0
-        session = self._sessions.get(session_key(turn.owner, turn.session_id))
+        session = self._sessions.get(session_key(turn.cache_scope, turn.session_id))
         return 0 if session is None else session.open_turns
 
     def residents(self) -> dict[str, int]:
@@ -365,13 +365,13 @@ class SessionTable:
         """Keys of the sessions of which turns run or wait."""
         return frozenset(c.key for c in self._sessions.values() if c.open_turns)
 
-    def infos(self, owner: str | None) -> list[SessionInfo]:
-        """Resident sessions of one owner, or of all."""
+    def infos(self, cache_scope: str | None) -> list[SessionInfo]:
+        """Resident sessions of one cache_scope, or of all."""
         now = self._clock()
         return [
             SessionInfo(
                 session.session_id,
-                session.owner,
+                session.cache_scope,
                 self._replica,
                 session.request.current_length,
                 session.request.num_computed_tokens,
@@ -380,5 +380,5 @@ class SessionTable:
                 0.0 if session.running else now - session.last_used,
             )
             for session in self._sessions.values()
-            if session.request is not None and owner in (None, session.owner)
+            if session.request is not None and cache_scope in (None, session.cache_scope)
         ]

@@ -78,18 +78,18 @@ class HandleEngineClient:
             raise
         return answer
 
-    async def sessions(self, owner: str) -> list[SessionInfo]:
+    async def sessions(self, cache_scope: str) -> list[SessionInfo]:
         """Of the replicas that answer in time."""
-        return [session for answer in await self._broadcast("sessions", owner) for session in answer]
+        return [session for answer in await self._broadcast("sessions", cache_scope) for session in answer]
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
-        return any(await self._broadcast("close_session", owner, session_id))
+    async def close_session(self, cache_scope: str, session_id: str) -> bool:
+        return any(await self._broadcast("close_session", cache_scope, session_id))
 
-    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+    async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         """A replica sees only the names of its own sessions, so those of all are looked at first."""
-        if any(info.session_id == new_session_id for info in await self.sessions(owner)):
+        if any(info.session_id == new_session_id for info in await self.sessions(cache_scope)):
             return ForkOutcome.EXISTS
-        found = set(await self._broadcast("fork_session", owner, session_id, new_session_id))
+        found = set(await self._broadcast("fork_session", cache_scope, session_id, new_session_id))
         # What was left behind where the session has been may say otherwise than its home.
         order = (ForkOutcome.FORKED, ForkOutcome.RUNNING, ForkOutcome.EXISTS)
         return next((outcome for outcome in order if outcome in found), ForkOutcome.UNKNOWN)

@@ -140,14 +140,14 @@ class EngineDeployment:
                     watch.note(delta)
                     yield delta
 
-    async def sessions(self, owner: str | None) -> list[SessionInfo]:
-        return await self._actor.sessions(owner)
+    async def sessions(self, cache_scope: str | None) -> list[SessionInfo]:
+        return await self._actor.sessions(cache_scope)
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
-        return await self._actor.close_session(owner, session_id)
+    async def close_session(self, cache_scope: str, session_id: str) -> bool:
+        return await self._actor.close_session(cache_scope, session_id)
 
-    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
-        return await self._actor.fork_session(owner, session_id, new_session_id)
+    async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        return await self._actor.fork_session(cache_scope, session_id, new_session_id)
 
     async def adopt(self, moved: MovedSession, avoid: tuple[str, ...] = ()) -> bool:
         """Takes over a conversation of a replica that is stopped; False if it is known or was deleted here. `avoid` is

@@ -121,11 +121,11 @@ class Handover:
                 if not self._known.running - {self._replica}:
                     return  # the application is being deleted
                 # Only now is its cache copied, so that no more of them exist than are on their way.
-                moved = await self._actor.take_along(session.owner, session.session_id, most)
+                moved = await self._actor.take_along(session.cache_scope, session.session_id, most)
                 if moved is not None:
                     await self._give(moved, key)
 
-        sessions = [(s, session_key(s.owner, s.session_id)) for s in await self._actor.dormant_sessions()]
+        sessions = [(s, session_key(s.cache_scope, s.session_id)) for s in await self._actor.dormant_sessions()]
         wanted = [pair for pair in sessions if pair[1] not in self._deleted]
         await asyncio.gather(*(give(s, key) for s, key in wanted if self._handed.get(key) != len(s.tokens)))
 

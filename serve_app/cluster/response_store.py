@@ -63,23 +63,23 @@ class HandleResponseStore:
     async def put(self, stored: StoredResponse) -> None:
         await self._call("put", stored)
 
-    async def get(self, owner: str, response_id: str) -> str | None:
-        shown: str | None = await self._call("get", owner, response_id)
+    async def get(self, tenant: str, response_id: str) -> str | None:
+        shown: str | None = await self._call("get", tenant, response_id)
         return shown
 
-    async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
-        history: History | None = await self._call("history", owner, response_id, most_bytes)
+    async def history(self, tenant: str, response_id: str, most_bytes: int) -> History | None:
+        history: History | None = await self._call("history", tenant, response_id, most_bytes)
         return history
 
-    async def items(self, owner: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
-        items: FoundItems = await self._call("items", owner, item_ids, most_bytes)
+    async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
+        items: FoundItems = await self._call("items", tenant, item_ids, most_bytes)
         return items
 
-    async def delete(self, owner: str, response_id: str) -> bool:
-        return bool(await self._call("delete", owner, response_id))
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        return bool(await self._call("delete", tenant, response_id))
 
-    async def cancel(self, owner: str, response_id: str) -> str | None:
-        shown: str | None = await self._call("cancel", owner, response_id)
+    async def cancel(self, tenant: str, response_id: str) -> str | None:
+        shown: str | None = await self._call("cancel", tenant, response_id)
         return shown
 
     async def _call(self, method: str, *args: Any) -> Any:

@@ -19,7 +19,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeys:
-    """Maps a presented key to its owner. The time it takes says nothing about the keys."""
+    """Maps a presented key to its tenant. The time it takes says nothing about the keys."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
@@ -27,13 +27,13 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def owner(self, presented: str) -> str | None:
+    def tenant(self, presented: str) -> str | None:
         """A name for the tenant that does not tell its key; None if no key matches."""
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             return None
-        return "key-" + hashlib.sha256(b"moorage owner" + digest).hexdigest()[:32]
+        return "key-" + hashlib.sha256(b"moorage tenant" + digest).hexdigest()[:32]
 
 
 class AuthMiddleware:
@@ -48,11 +48,11 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         scheme, _, presented = Headers(scope=scope).get("authorization", "").partition(" ")
-        owner = self._keys.owner(presented.strip()) if scheme.lower() == "bearer" else None
-        if owner is None:
+        tenant = self._keys.tenant(presented.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
             await _refusal().response()(scope, receive, send)
             return
-        record_of(scope).owner = owner
+        record_of(scope).tenant = tenant
         await self._app(scope, receive, send)
 
 

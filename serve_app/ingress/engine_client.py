@@ -19,15 +19,15 @@ class EngineClient(Protocol):
         acceptance the deltas go on where they broke off. Where that cannot be, the turn ends with FAILED."""
         ...
 
-    async def sessions(self, owner: str) -> list[SessionInfo]:
-        """Resident sessions of this owner on all replicas."""
+    async def sessions(self, cache_scope: str) -> list[SessionInfo]:
+        """Resident sessions of this cache_scope on all replicas."""
         ...
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
+    async def close_session(self, cache_scope: str, session_id: str) -> bool:
         """Drops a session wherever it is resident; False if no replica knew it."""
         ...
 
-    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+    async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         """A new session that begins with all the tokens of a dormant one, on the replica where that is resident."""
         ...
 

@@ -1,4 +1,4 @@
-"""One record for each request: its id, its owner, and a line in the log when it is over. Never what was
+"""One record for each request: its id, its tenant, and a line in the log when it is over. Never what was
 said."""
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LINE = (
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class AccessRecord:
     """Filled as the request goes through. `session` is a hash."""
 
     request_id: str
-    owner: str = "public"
+    tenant: str = "public"
     status: int = 0
     session: str | None = None
     replica: str | None = None
@@ -43,9 +43,9 @@ class RequestRecord:
         self.completion_tokens = completion_tokens
 
 
-def record_of(scope: Scope) -> RequestRecord:
+def record_of(scope: Scope) -> AccessRecord:
     record = scope["state"]["record"]
-    assert isinstance(record, RequestRecord)
+    assert isinstance(record, AccessRecord)
     return record
 
 
@@ -70,7 +70,7 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(request_id(Headers(scope=scope)))
+        record = AccessRecord(request_id(Headers(scope=scope)))
         scope.setdefault("state", {})["record"] = record
         started = False
 
@@ -96,7 +96,7 @@ class RequestLogMiddleware:
             _write(scope, record)
 
 
-def _write(scope: Scope, record: RequestRecord) -> None:
+def _write(scope: Scope, record: AccessRecord) -> None:
     """One line, and the same as fields, for logs in JSON."""
     fields = {
         "request_id": record.request_id,

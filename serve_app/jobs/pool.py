@@ -206,13 +206,13 @@ class PoolClient:
                 return True
         return False
 
-    async def sessions(self, owner: str) -> list[SessionInfo]:
+    async def sessions(self, cache_scope: str) -> list[SessionInfo]:
         return []
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
+    async def close_session(self, cache_scope: str, session_id: str) -> bool:
         return False
 
-    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+    async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         return ForkOutcome.UNKNOWN
 
     async def ready(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine_actor.errors import UnusableGrammar
-from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance import check_grammar
+from engine_actor.options import GrammarKind, GrammarSpec
+from engine_actor.sampling.grammars import check_grammar
 from serve_app.ingress.errors import ApiError, bad_value
 from serve_app.ingress.settings import IngressSettings
 from serve_app.openai.protocol import CallingRequest, GenerationRequest
@@ -21,7 +21,7 @@ from serve_app.text.calls import Calls
 class AnswerGrammar:
     """`left_out`: fields of tools that are not strict, which can't be kept to."""
 
-    guidance: Guidance
+    grammar: GrammarSpec
     left_out: tuple[str, ...] = ()
 
 
@@ -44,7 +44,7 @@ def answer_grammar(body: GenerationRequest, settings: IngressSettings) -> Answer
     return _calls(body, form, settings)
 
 
-def _calls(body: CallingRequest, form: Sequence[Guidance], settings: IngressSettings) -> AnswerGrammar:
+def _calls(body: CallingRequest, form: Sequence[GrammarSpec], settings: IngressSettings) -> AnswerGrammar:
     schemas: dict[str, str] = {}
     left_out: list[str] = []
     for i, function in enumerate(body.functions):
@@ -53,18 +53,18 @@ def _calls(body: CallingRequest, form: Sequence[Guidance], settings: IngressSett
         schemas[function.name] = kept.text
         left_out += [f"{param}.{place}" if place else param for place in kept.left_out]
     named = isinstance(body.tool_choice, ChosenTool)
-    guidance = calling_grammar(
+    spec = calling_grammar(
         {function.name: schemas[function.name] for function in body.callable_functions},
         must=named or body.tool_choice == "required",
         several=not named and body.parallel_tool_calls is not False,
         text_schema=form[0].data if form else None,
     )
-    return AnswerGrammar(guidance, tuple(left_out))
+    return AnswerGrammar(spec, tuple(left_out))
 
 
-def _kept_form(named: Named, settings: IngressSettings) -> Guidance:
+def _kept_form(named: Named, settings: IngressSettings) -> GrammarSpec:
     param, asked = named
-    if asked.kind is GuidanceKind.JSON_SCHEMA:
+    if asked.kind is GrammarKind.JSON_SCHEMA:
         return replace(asked, data=_kept(param, asked.data, settings, lenient=False).text)
     _check_size(param, asked.data, settings)
     try:

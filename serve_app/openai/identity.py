@@ -2,7 +2,7 @@
 
 A session is named by the header, else by the body, else by the response that the request goes on from. A request
 without one is anonymous: it gets no resident state, only a hint about which replica may hold a prefix of it. Both are
-bound to the owner: the tenant, apart for each salt.
+bound to the cache_scope: the tenant, apart for each salt.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAX_HINT_HEADER = 1024
 
 @dataclass(frozen=True, slots=True)
 class TurnIdentity:
-    """`routing_key` is a hash: it finds the home, and tells neither the session's name nor its owner."""
+    """`routing_key` is a hash: it finds the home, and tells neither the session's name nor its cache_scope."""
 
     session_id: str | None
     routing_key: str
 
 
-def engine_owner(tenant: str, salt: str | None) -> str:
+def cache_scope_of(tenant: str, salt: str | None) -> str:
     """Whom the engines know: neither prefixes nor sessions are shared between two of these."""
     return f"{tenant}/{hashlib.sha256(salt.encode()).hexdigest()[:32]}" if salt else tenant
 
@@ -40,7 +40,7 @@ def identify(
     body_session_id: str | None,
     user: str | None,
     opening: Sequence[object],
-    owner: str,
+    cache_scope: str,
     settings: IngressSettings,
     chain: str | None = None,
 ) -> TurnIdentity:
@@ -57,8 +57,8 @@ def identify(
     elif chain is not None:
         session_id = chain
     else:
-        return TurnIdentity(None, _hint(headers, user, opening, owner))
-    return TurnIdentity(session_id, session_key(owner, session_id))
+        return TurnIdentity(None, _hint(headers, user, opening, cache_scope))
+    return TurnIdentity(session_id, session_key(cache_scope, session_id))
 
 
 def checked_session_id(value: str, param: str, settings: IngressSettings) -> str:
@@ -76,7 +76,7 @@ def named_header(headers: Headers, name: str) -> str | None:
     return next(map(header_text, found), None)
 
 
-def _hint(headers: Headers, user: str | None, opening: Sequence[object], owner: str) -> str:
+def _hint(headers: Headers, user: str | None, opening: Sequence[object], cache_scope: str) -> str:
     correlation = headers.get("x-correlation-id", "")
     if 0 < len(correlation) <= _MAX_HINT_HEADER:
         kind, value = "correlation", correlation
@@ -84,4 +84,4 @@ def _hint(headers: Headers, user: str | None, opening: Sequence[object], owner: 
         kind, value = "user", user
     else:
         kind, value = "opening", json.dumps(opening)
-    return hashlib.sha256(json.dumps(["hint", owner, kind, value]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(["hint", cache_scope, kind, value]).encode()).hexdigest()

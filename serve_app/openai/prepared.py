@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from serve_app.openai.desk import Desk
 from serve_app.openai.formats import AnswerFormat
 from serve_app.openai.grammars import answer_grammar
-from serve_app.openai.identity import TurnIdentity, engine_owner, identify
+from serve_app.openai.identity import TurnIdentity, cache_scope_of, identify
 from serve_app.openai.protocol import GenerationRequest
 from serve_app.openai.turn_request import Turn, make_turn, sampling_of
 from serve_app.text.prompts import Prompt
@@ -72,7 +72,7 @@ def prepared(
             tenant=circumstances.tenant,
             prompt_param=asked.param,
             settings=desk.settings,
-            guidance=None if grammar is None else grammar.guidance,
+            grammar=None if grammar is None else grammar.grammar,
             limit=circumstances.limit,
         )
         for asked, identity in turns
@@ -91,5 +91,5 @@ def identity_of(
     chain: str | None = None,
 ) -> TurnIdentity:
     """See `identify`."""
-    owner = engine_owner(circumstances.tenant, body.cache_salt)
-    return identify(circumstances.headers, body.session_id, body.user, opening, owner, desk.settings, chain)
+    cache_scope = cache_scope_of(circumstances.tenant, body.cache_salt)
+    return identify(circumstances.headers, body.session_id, body.user, opening, cache_scope, desk.settings, chain)

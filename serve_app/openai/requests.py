@@ -41,7 +41,7 @@ async def respond(
 ) -> Response:
     """`parse` refuses the body or gives what it asks for, `prepare` makes turns of that: see `desk`."""
     record = record_of(request.scope)
-    services.slots.check(record.owner)
+    services.slots.check(record.tenant)
     data = await read_body(request, services.settings.max_body_bytes)
     ready = await read(request, services, len(data), parse, data, prepare, await circumstances_of(request, services))
     record.session = ready.session
@@ -53,7 +53,7 @@ async def respond(
 
 async def circumstances_of(request: Request, services: Services) -> Circumstances:
     record = record_of(request.scope)
-    return Circumstances(record.request_id, record.owner, request.headers, await services.context_limit())
+    return Circumstances(record.request_id, record.tenant, request.headers, await services.context_limit())
 
 
 async def read(

@@ -10,7 +10,7 @@ from serve_app.ingress.body import json_object, read_body
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.document import json_body
-from serve_app.openai.identity import checked_session_id, engine_owner
+from serve_app.openai.identity import cache_scope_of, checked_session_id
 from serve_app.openai.services import Services
 from serve_app.openai.strict import Strict, Text, parse
 
@@ -27,12 +27,12 @@ def sessions_router(services: Services) -> APIRouter:
     router = APIRouter()
 
     # A session whose turns carry a salt is found with the same one.
-    def owner(request: Request, cache_salt: str | None) -> str:
-        return engine_owner(record_of(request.scope).owner, cache_salt)
+    def cache_scope(request: Request, cache_salt: str | None) -> str:
+        return cache_scope_of(record_of(request.scope).tenant, cache_salt)
 
     @router.get("/v1/sessions")
     async def sessions(request: Request, cache_salt: str | None = None) -> dict[str, object]:
-        found = await services.client.sessions(owner(request, cache_salt))
+        found = await services.client.sessions(cache_scope(request, cache_salt))
         return {"object": "list", "data": [_shown(info) for info in found]}
 
     # A session's id may hold slashes.
@@ -40,7 +40,9 @@ def sessions_router(services: Services) -> APIRouter:
     async def session(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
         checked = checked_session_id(session_id, "session_id", services.settings)
         found = [
-            info for info in await services.client.sessions(owner(request, cache_salt)) if info.session_id == checked
+            info
+            for info in await services.client.sessions(cache_scope(request, cache_salt))
+            if info.session_id == checked
         ]
         if not found:
             raise _not_found()
@@ -50,7 +52,7 @@ def sessions_router(services: Services) -> APIRouter:
     @router.delete("/v1/sessions/{session_id:path}")
     async def delete(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
         checked = checked_session_id(session_id, "session_id", services.settings)
-        if not await services.client.close_session(owner(request, cache_salt), checked):
+        if not await services.client.close_session(cache_scope(request, cache_salt), checked):
             raise _not_found()
         return {"id": checked, "object": "session.deleted", "deleted": True}
 
@@ -59,7 +61,7 @@ def sessions_router(services: Services) -> APIRouter:
         content = json_object(await read_body(request, min(services.settings.max_body_bytes, _MOST_FORK_BYTES)))
         source = checked_session_id(session_id, "session_id", services.settings)
         new = checked_session_id(parse(ForkRequest, content).session_id, "session_id", services.settings)
-        match await services.client.fork_session(owner(request, cache_salt), source, new):
+        match await services.client.fork_session(cache_scope(request, cache_salt), source, new):
             case ForkOutcome.UNKNOWN:
                 raise _not_found()
             case ForkOutcome.RUNNING:

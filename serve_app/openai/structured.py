@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from engine_actor.options import Guidance, GuidanceKind
+from engine_actor.options import GrammarKind, GrammarSpec
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.strict import Strict, Text, checked_text, refuse
 
-Named = tuple[str, Guidance]
+Named = tuple[str, GrammarSpec]
 """A grammar after the field to blame for it."""
 
-ANY_OBJECT = Guidance(GuidanceKind.JSON_SCHEMA, '{"type": "object"}')
+ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 
 def _schema(value: object) -> str:
@@ -60,7 +60,7 @@ class FlatFormat(Strict):
             return "text.format", ANY_OBJECT
         if self.type == "text" or self.schema_text is None:
             return None
-        return "text.format.schema", Guidance(GuidanceKind.JSON_SCHEMA, self.schema_text)
+        return "text.format.schema", GrammarSpec(GrammarKind.JSON_SCHEMA, self.schema_text)
 
     def shown(self) -> dict[str, object]:
         if self.schema_text is None:
@@ -87,7 +87,7 @@ class WantedFormat(Strict):
             return "response_format", ANY_OBJECT
         if self.type == "text" or self.json_schema is None:
             return None
-        return "response_format.json_schema.schema", Guidance(GuidanceKind.JSON_SCHEMA, self.json_schema.schema_text)
+        return "response_format.json_schema.schema", GrammarSpec(GrammarKind.JSON_SCHEMA, self.json_schema.schema_text)
 
 
 class WantedText(Strict):
@@ -125,15 +125,15 @@ class StructuredOutputs(Strict):
     @property
     def named(self) -> Named:
         if self.json_text is not None:
-            return "structured_outputs.json", Guidance(GuidanceKind.JSON_SCHEMA, self.json_text)
+            return "structured_outputs.json", GrammarSpec(GrammarKind.JSON_SCHEMA, self.json_text)
         if self.regex is not None:
-            return "structured_outputs.regex", Guidance(GuidanceKind.REGEX, self.regex)
+            return "structured_outputs.regex", GrammarSpec(GrammarKind.REGEX, self.regex)
         if self.choice is not None:
             # JSON's strings are Lark's, but that Lark wants U+007F escaped.
             texts = " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in self.choice)
-            return "structured_outputs.choice", Guidance(GuidanceKind.LARK, f"start: {texts}")
+            return "structured_outputs.choice", GrammarSpec(GrammarKind.LARK, f"start: {texts}")
         if self.grammar is not None:
-            return "structured_outputs.grammar", Guidance(GuidanceKind.LARK, self.grammar)
+            return "structured_outputs.grammar", GrammarSpec(GrammarKind.LARK, self.grammar)
         return "structured_outputs.json_object", ANY_OBJECT
 
 

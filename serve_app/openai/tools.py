@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from engine_actor.options import Guidance, GuidanceKind
+from engine_actor.options import GrammarKind, GrammarSpec
 from serve_app.openai.strict import Strict, Text, checked_text, refuse, whole_text
 from serve_app.openai.wording import shown
 from serve_app.text.calls import CLOSING, OPENING
@@ -163,7 +163,7 @@ class PastCall(Strict):
 
 def calling_grammar(
     schemas: Mapping[str, str], *, must: bool, several: bool, text_schema: str | None = None
-) -> Guidance:
+) -> GrammarSpec:
     """`schemas`: of the arguments, by the function's name. `must`: the answer is a call, or several. Else it is any
     text, and calls at its end if there are any; or, with `text_schema`, JSON of this schema or calls. All schemas have
     the options that make our style."""
@@ -171,9 +171,9 @@ def calling_grammar(
     more = f"({_quoted(chr(10) + OPENING)} call)*" if several else ""
     if must or text_schema is not None:
         text = "" if must or text_schema is None else f" | %json {text_schema}"
-        return Guidance(GuidanceKind.LARK, f"start: {_quoted(OPENING)} call {more}{text}\ncall: {calls}\n")
+        return GrammarSpec(GrammarKind.LARK, f"start: {_quoted(OPENING)} call {more}{text}\ncall: {calls}\n")
     text = f"begun[lazy]: TEXT {_quoted(OPENING)}\nTEXT: /(.|\\n)*/\n"
-    return Guidance(GuidanceKind.LARK, f"start: TEXT | begun call {more}\ncall: {calls}\n{text}", trigger=OPENING)
+    return GrammarSpec(GrammarKind.LARK, f"start: TEXT | begun call {more}\ncall: {calls}\n{text}", trigger=OPENING)
 
 
 def _head(name: str) -> str:

@@ -6,10 +6,10 @@ import secrets
 from dataclasses import dataclass
 
 from engine_actor.messages import TurnRequest
-from engine_actor.options import Guidance, SamplingParams
+from engine_actor.options import GrammarSpec, SamplingParams
 from serve_app.ingress.errors import bad_value, context_length_exceeded
 from serve_app.ingress.settings import IngressSettings
-from serve_app.openai.identity import TurnIdentity, engine_owner
+from serve_app.openai.identity import TurnIdentity, cache_scope_of
 from serve_app.openai.protocol import GenerationRequest
 from serve_app.text.calls import Calls
 from serve_app.text.prompts import Prompt
@@ -41,7 +41,7 @@ def make_turn(
     tenant: str,
     prompt_param: str,
     settings: IngressSettings,
-    guidance: Guidance | None,
+    grammar: GrammarSpec | None,
     limit: int | None,
 ) -> Turn:
     """`limit`: the longest sequence, where it is known. Raises ApiError where the prompt can't be served: nothing in
@@ -60,7 +60,7 @@ def make_turn(
         raise bad_value("min_tokens", f"this answer can have at most {wanted} tokens, not {least}")
     request = TurnRequest(
         request_id=request_id,
-        owner=engine_owner(tenant, body.cache_salt),
+        cache_scope=cache_scope_of(tenant, body.cache_salt),
         session_id=identity.session_id,
         prompt_ids=prompt.ids,
         sampling=sampling,
@@ -71,7 +71,7 @@ def make_turn(
         min_generated_tokens=least,
         logprobs=body.likeliest,
         choices=body.choices,
-        guidance=guidance,
+        grammar=grammar,
     )
     return Turn(request, tenant, identity.routing_key, body.stop, prompt_param, body.calls)
 

@@ -75,15 +75,15 @@ class ScriptedActor:
                 yield TurnTokens((LETTERS[sent % 4],))
                 sent += 1
             if request.session_id is not None:
-                self.resident[session_key(request.owner, request.session_id)] = SessionInfo(
-                    request.session_id, request.owner, self.replica, sent, sent, 1, False, 0.0
+                self.resident[session_key(request.cache_scope, request.session_id)] = SessionInfo(
+                    request.session_id, request.cache_scope, self.replica, sent, sent, 1, False, 0.0
                 )
             yield TurnEnded(EndReason.LENGTH, request.prompt_tokens, 0, sent)
         finally:
             self.open.remove(script)
 
     async def sessions(self, owner: str | None = None) -> list[SessionInfo]:
-        return [info for info in self.resident.values() if owner in (None, info.owner)]
+        return [info for info in self.resident.values() if owner in (None, info.cache_scope)]
 
     async def close_session(self, owner: str, session_id: str) -> bool:
         return self.resident.pop(session_key(owner, session_id), None) is not None

@@ -145,11 +145,11 @@ class ScriptedEngine:
         return [*deltas, TurnEnded(reason, prompt, cached, len(ids), choice=choice)]
 
     async def sessions(self, owner: str) -> list[SessionInfo]:
-        return [info for info in self.known_sessions if info.owner == owner]
+        return [info for info in self.known_sessions if info.cache_scope == owner]
 
     async def close_session(self, owner: str, session_id: str) -> bool:
         self.session_calls.append((owner, session_id))
-        return any((info.owner, info.session_id) == (owner, session_id) for info in self.known_sessions)
+        return any((info.cache_scope, info.session_id) == (owner, session_id) for info in self.known_sessions)
 
     async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
         self.fork_calls.append((owner, session_id, new_session_id))

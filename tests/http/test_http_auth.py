@@ -67,7 +67,7 @@ def test_each_key_opens(locked: Server, key: str, scheme: str) -> None:
 def test_owners_differ_by_key_and_do_not_tell_it(locked: Server, server: Server) -> None:
     for key in (*KEYS, KEYS[0]):
         locked.chat(headers=bearer(key) | {"x-session-id": "same"})
-    owners = [request.owner for request in locked.engine.requests]
+    owners = [request.cache_scope for request in locked.engine.requests]
     assert owners[0] == owners[2] != owners[1]
     assert not any(key in owner for key in KEYS for owner in owners)
     routes = locked.engine.routing_keys
@@ -85,7 +85,7 @@ def test_hints_are_bound_to_the_owner_too(locked: Server) -> None:
 def test_one_owner_sees_and_drops_only_its_own_sessions(locked: Server) -> None:
     for key in KEYS:
         locked.chat(headers=bearer(key))
-    owners = [request.owner for request in locked.engine.requests]
+    owners = [request.cache_scope for request in locked.engine.requests]
     locked.engine.known_sessions = [SessionInfo(f"of-{i}", o, "r", 10, 8, 1, False, 2.0) for i, o in enumerate(owners)]
     for i, key in enumerate(KEYS):
         listed = locked.client.get("/v1/sessions", headers=bearer(key)).json()["data"]

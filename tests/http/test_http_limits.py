@@ -109,7 +109,7 @@ def test_salts_keep_sessions_prefixes_and_routes_apart(server: Server) -> None:
     for salt in (None, "", "a", "a", "b"):
         assert server.chat(headers={"x-session-id": "same"}, cache_salt=salt).status_code == 200
     requests = server.engine.requests
-    none, empty, first, again, other = (request.owner for request in requests)
+    none, empty, first, again, other = (request.cache_scope for request in requests)
     assert none == empty == "public"
     assert first == again and len({none, first, other}) == 3
     assert not any(owner.endswith(("/a", "/b")) for owner in (first, other))
@@ -124,7 +124,7 @@ def test_salts_count_for_anonymous_requests_and_completions_too(server: Server) 
         server.complete(cache_salt=salt)
         server.respond(cache_salt=salt, store=False)
     assert len(set(server.engine.routing_keys)) == 4  # a chat and a response that open alike go the same way
-    assert len({request.owner for request in server.engine.requests}) == 2
+    assert len({request.cache_scope for request in server.engine.requests}) == 2
 
 
 def test_a_salted_session_is_found_with_its_salt(server: Server) -> None:

@@ -57,7 +57,7 @@ def test_answers_are_parsed_into_the_callers_model(server: Server, client: opena
     with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=City) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
     for request in server.engine.requests:
-        assert request.guidance is not None and list(json.loads(request.guidance.data)["properties"]) == [
+        assert request.grammar is not None and list(json.loads(request.grammar.data)["properties"]) == [
             "name",
             "capital",
         ]

@@ -56,7 +56,7 @@ class Door:
         stats = await actor.stats()
         assert (stats["running"], stats["waiting"], stats["sessions"]) == (0, 0, sessions)
         for info in await actor.sessions():
-            await actor.close_session(info.owner, info.session_id)
+            await actor.close_session(info.cache_scope, info.session_id)
         stats = await actor.stats()
         assert stats["requests"] == 0
         assert stats["blocks_free"] + stats["blocks_idle"] == stats["blocks_usable"]

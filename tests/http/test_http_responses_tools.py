@@ -13,7 +13,7 @@ from flat_tools import CHAT_TOOLS, NOW, PARIS, QUESTION, TIME, TOOLS, WEATHER, I
 from http_harness import MODEL, RESPONSES, Server, error_of, named_events
 from openai.types.responses import ResponseFunctionToolCall
 
-from engine_actor.options import GuidanceKind
+from engine_actor.options import GrammarKind
 from serve_app.text.calls import OPENING
 
 
@@ -129,20 +129,20 @@ def test_prompt_and_grammar_are_those_of_chat(server: Server, choice: Any, field
     assert server.chat(QUESTION, tools=CHAT_TOOLS, tool_choice=in_chat, **fields).status_code == 200
     response, chat = server.engine.requests
     assert response.prompt_ids == chat.prompt_ids
-    assert response.guidance == chat.guidance
+    assert response.grammar == chat.grammar
     if choice is None:
-        assert response.guidance is not None
-        assert (response.guidance.kind, response.guidance.trigger) == (GuidanceKind.LARK, OPENING)
+        assert response.grammar is not None
+        assert (response.grammar.kind, response.grammar.trigger) == (GrammarKind.LARK, OPENING)
 
 
 def test_beside_a_format_an_answer_is_that_or_calls(server: Server) -> None:
     text = {"format": {"type": "json_object"}}
     assert server.respond(tools=TOOLS, text=text).status_code == 200
-    guidance = server.engine.requests[-1].guidance
-    assert guidance is not None and (guidance.kind, guidance.trigger) == (GuidanceKind.LARK, "")
+    spec = server.engine.requests[-1].grammar
+    assert spec is not None and (spec.kind, spec.trigger) == (GrammarKind.LARK, "")
     assert server.respond(tools=TOOLS, tool_choice="none", text=text).status_code == 200
-    guidance = server.engine.requests[-1].guidance
-    assert guidance is not None and guidance.kind is GuidanceKind.JSON_SCHEMA
+    spec = server.engine.requests[-1].grammar
+    assert spec is not None and spec.kind is GrammarKind.JSON_SCHEMA
 
 
 def test_a_schema_with_words_that_cannot_be_kept_to(server: Server) -> None:

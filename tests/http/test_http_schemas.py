@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from http_harness import Server, error_of
 
-from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance import Grammars
+from engine_actor.options import GrammarKind, GrammarSpec
+from engine_actor.sampling.grammars import Grammars
 from serve_app.openai.schemas.kept import kept_schema
 
 
@@ -100,9 +100,9 @@ def test_a_tool_is_served_whatever_its_schema_says(
     other = {"type": "function", "function": {"name": "g"}}
     response = server.chat(tools=[other, tool(schema)])
     assert response.status_code == 200, response.text
-    guidance = server.engine.requests[-1].guidance
-    assert guidance is not None
-    grammars.compile(guidance)
+    spec = server.engine.requests[-1].grammar
+    assert spec is not None
+    grammars.compile(spec)
     if left_out:
         [line] = [record.getMessage() for record in caplog.records if record.name == "moorage.ingress"]
         places = [f"tools.1.function.parameters.{place}" for place in left_out]
@@ -170,7 +170,7 @@ CLOSED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 def test_an_object_has_the_names_that_it_lists(prompts: Any, grammars: Grammars, name: str) -> None:
     schema, fitting, others = CLOSED[name]
     kept = kept_schema(json.dumps(schema), lenient=False, closes=True).text
-    grammar = grammars.compile(Guidance(GuidanceKind.JSON_SCHEMA, kept))
+    grammar = grammars.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, kept))
 
     def fits(answer: str) -> bool:
         matcher, ids = grammar.matcher.deep_copy(), prompts.tokenizer.encode(answer, special_tokens=False)

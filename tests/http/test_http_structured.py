@@ -19,7 +19,7 @@ import pytest_asyncio
 from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of, events, named_events, streamed_text
 from real_door import real_door
 
-from engine_actor.sampling import guidance_cursor
+from engine_actor.sampling import grammar_cursor
 from serve_app.text.prompts import PromptBuilder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -280,7 +280,7 @@ async def test_what_only_an_engine_finds_out_is_a_400_too(http: httpx.AsyncClien
 async def test_a_grammar_that_costs_too_much_ends_its_answer_alone(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guidance_cursor, "SECONDS_A_TURN", 0.02)
+    monkeypatch.setattr(grammar_cursor, "SECONDS_A_TURN", 0.02)
     costly = {"structured_outputs": {"grammar": 'start: s\ns: s s | s s s | "a"'}, "logit_bias": {"2": -100}}
     body = {"messages": [{"role": "user", "content": ASKED}], "temperature": 0, "max_tokens": 400}
     bad, good, plain = await asyncio.gather(

@@ -13,7 +13,7 @@ import pytest
 from http_harness import CHAT, MODEL, Server, error_of, events
 from real_door import real_door
 
-from engine_actor.options import GuidanceKind
+from engine_actor.options import GrammarKind
 from serve_app.text.calls import OPENING, written_call
 from serve_app.text.prompts import PromptBuilder
 
@@ -84,7 +84,7 @@ def test_text_that_looks_like_a_call_is_text_where_no_tool_may_be_called(server:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "auto"}):
         answer = server.chat(**fields).json()["choices"][0]
         assert (answer["message"]["content"], answer["finish_reason"]) == (PARIS, "stop")
-        assert server.engine.requests[-1].guidance is None
+        assert server.engine.requests[-1].grammar is None
 
 
 @pytest.mark.parametrize("text", ["a <END", "a \nEND", "a END", "<tool_callEND", "x <tool_call>\n{END", "END"])
@@ -127,10 +127,10 @@ def test_a_call_that_a_stop_string_cuts_is_none_to_make(server: Server, stop: st
 def test_the_engine_gets_a_grammar_of_the_calls(server: Server, fields: dict[str, Any], trigger: str) -> None:
     server.say(written_call("now", {}))
     assert server.chat(tools=TOOLS, **fields).status_code == 200
-    guidance = server.engine.requests[-1].guidance
-    assert guidance is not None
-    assert (guidance.kind, guidance.trigger) == (GuidanceKind.LARK, trigger)
-    assert ("weather" in guidance.data) == (not isinstance(fields.get("tool_choice"), dict))
+    spec = server.engine.requests[-1].grammar
+    assert spec is not None
+    assert (spec.kind, spec.trigger) == (GrammarKind.LARK, trigger)
+    assert ("weather" in spec.data) == (not isinstance(fields.get("tool_choice"), dict))
 
 
 def test_tools_are_in_the_prompt_the_same_whatever_may_be_called(server: Server) -> None:
@@ -158,14 +158,14 @@ def test_beside_a_form_of_the_text_an_answer_is_that_or_calls(server: Server) ->
     server.say(text)
     answer = server.chat(tools=TOOLS, response_format=form).json()["choices"][0]
     assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
-    guidance = server.engine.requests[-1].guidance
-    assert guidance is not None and guidance.trigger == "" and '"a"' in guidance.data
+    spec = server.engine.requests[-1].grammar
+    assert spec is not None and spec.trigger == "" and '"a"' in spec.data
     server.say(PARIS)
     answer = server.chat(tools=TOOLS, response_format=form).json()["choices"][0]
     assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
     server.chat(tools=TOOLS, response_format=form, tool_choice="required")
-    guidance = server.engine.requests[-1].guidance
-    assert guidance is not None and '"a"' not in guidance.data
+    spec = server.engine.requests[-1].grammar
+    assert spec is not None and '"a"' not in spec.data
 
 
 # -- the real model ---------------------------------------------------------------------------------------------------
@@ -274,4 +274,4 @@ def test_a_conversation_goes_on_whatever_the_arguments_of_a_past_call_are(
 def test_no_tool_to_call_needs_no_grammar(server: Server) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": -1}}}
     assert server.chat(tools=[bad], tool_choice="none").status_code == 200
-    assert server.engine.requests[-1].guidance is None
+    assert server.engine.requests[-1].grammar is None

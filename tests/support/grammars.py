@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance_cursor import Cursor
+from engine_actor.options import GrammarKind, GrammarSpec
+from engine_actor.sampling.grammar_cursor import Cursor
 from engine_actor.sampling.vocabulary import Vocabulary
 
 PAD, EOS = 0, 1
@@ -34,17 +34,17 @@ def alphabet(size: int, eos: int) -> Vocabulary:
     )
 
 
-def regex(pattern: str) -> Guidance:
-    return Guidance(GuidanceKind.REGEX, pattern)
+def regex(pattern: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, pattern)
 
 
-def schema(wanted: object) -> Guidance:
+def schema(wanted: object) -> GrammarSpec:
     """A JSON schema."""
-    return Guidance(GuidanceKind.JSON_SCHEMA, json.dumps(wanted))
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(wanted))
 
 
-def lark(text: str) -> Guidance:
-    return Guidance(GuidanceKind.LARK, text)
+def lark(text: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.LARK, text)
 
 
 def allowed(cursor: Cursor, answer: list[int], vocab_size: int = 64) -> NDArray[np.bool_]:

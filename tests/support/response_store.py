@@ -20,12 +20,14 @@ from serve_app.openai.responses.store import (
 )
 
 
-def stored(previous: StoredResponse | None = None, owner: str = "o", text: str = "hi", **fields: str) -> StoredResponse:
+def stored(
+    previous: StoredResponse | None = None, tenant: str = "o", text: str = "hi", **fields: str
+) -> StoredResponse:
     """A new response with an id of its own."""
     response_id = f"resp_{uuid.uuid4().hex}"
     return StoredResponse(
         id=response_id,
-        owner=owner,
+        tenant=tenant,
         previous=None if previous is None else previous.id,
         session_id=response_id if previous is None else previous.session_id,
         messages=(KeptMessage("user", text),),

@@ -61,8 +61,11 @@ class LeavingReplica:
     async def dormant_sessions(self) -> list[MovedSession]:
         return list(self.dormant)
 
-    async def take_along(self, owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
-        found = next((moved for moved in self.dormant if (moved.owner, moved.session_id) == (owner, session_id)), None)
+    async def take_along(self, cache_scope: str, session_id: str, most_bytes: int) -> MovedSession | None:
+        found = next(
+            (moved for moved in self.dormant if (moved.cache_scope, moved.session_id) == (cache_scope, session_id)),
+            None,
+        )
         if found is None or most_bytes < BYTES:
             return found
         return replace(found, kv=KvBlocks("", found.cached_tokens, np.zeros(BYTES, np.uint8)))
@@ -201,8 +204,8 @@ async def test_a_session_that_is_dormant_no_more_stays() -> None:
     room = LeavingReplica(session("a"), session("b"))
     taken = room.take_along
 
-    async def take_along(owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
-        return None if session_id == "a" else await taken(owner, session_id, most_bytes)
+    async def take_along(cache_scope: str, session_id: str, most_bytes: int) -> MovedSession | None:
+        return None if session_id == "a" else await taken(cache_scope, session_id, most_bytes)
 
     room.take_along = take_along  # type: ignore[method-assign]
     room.known.set_running(["s"])

@@ -75,10 +75,10 @@ class ReplicasBehindHandle:
         answer = getattr(self.actors[replica], method)(argument)
         return await answer if asyncio.iscoroutine(answer) else answer
 
-    async def take_along(self, owner: str, session_id: str, most_bytes: int) -> MovedSession | None:
+    async def take_along(self, cache_scope: str, session_id: str, most_bytes: int) -> MovedSession | None:
         if session_id == "deleted":
             await self.at("asked")
-        moved = await self._take_along(owner, session_id, most_bytes)
+        moved = await self._take_along(cache_scope, session_id, most_bytes)
         self.exported |= moved is not None and session_id == "deleted"
         return moved
 

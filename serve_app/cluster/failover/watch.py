@@ -33,7 +33,7 @@ class ReplicaSilent(Exception):
     """The replica of a turn gives no sign of life."""
 
 
-class Place:
+class Attempt:
     """Where a turn is: at a replica, or on its way to one that nobody knows yet."""
 
     def __init__(self, watch: ReplicaWatch) -> None:
@@ -77,7 +77,7 @@ class ReplicaWatch:
     def __init__(self, ask: Ask, known: KnownReplicas) -> None:
         self._ask = ask
         self._known = known
-        self._places: set[Place] = set()
+        self._places: set[Attempt] = set()
         self._heard: dict[str, float] = {}
         self._asked: dict[str, float] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
@@ -94,9 +94,9 @@ class ReplicaWatch:
         return self._known.silent
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self) -> Iterator[Attempt]:
         """For the time of one call."""
-        place = Place(self)
+        place = Attempt(self)
         self._places.add(place)
         if self._looking is None:
             # For all turns, so without the context of this one: Serve cancels calls with the request that made them.

@@ -27,7 +27,7 @@ log = logging.getLogger("moorage.http")
 class Keeping:
     """What is known of a stored response before it has an answer."""
 
-    owner: str
+    tenant: str
     session_id: str
     messages: tuple[KeptMessage, ...]
 
@@ -38,7 +38,7 @@ async def kept_events(
     """As `answer_events`; Finished comes only when the store has the response, so it can be gone on from at once."""
     record = StoredResponse(
         id=form.id,
-        owner=keeping.owner,
+        tenant=keeping.tenant,
         previous=form.body.previous_response_id,
         session_id=keeping.session_id,
         messages=keeping.messages,

@@ -87,15 +87,15 @@ class MemoryResponseStore:
         while len(self._roots) > self._limits.max_responses or self.bytes > self._limits.max_bytes:
             self._forget_conversation(next(iter(self._conversations)))
 
-    async def get(self, owner: str, response_id: str) -> str | None:
-        running = self._find_running(owner, response_id)
+    async def get(self, tenant: str, response_id: str) -> str | None:
+        running = self._find_running(tenant, response_id)
         if running is not None:
             return running.response.shown
-        found = self._find(owner, response_id)
+        found = self._find(tenant, response_id)
         return None if found is None else found.shown
 
-    async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
-        last = self._find(owner, response_id)
+    async def history(self, tenant: str, response_id: str, most_bytes: int) -> History | None:
+        last = self._find(tenant, response_id)
         if last is None:
             return None
         kept = self._conversations[self._roots[last.id]].responses
@@ -108,11 +108,11 @@ class MemoryResponseStore:
         size = sum(message.bytes for message in messages)
         return History(last.session_id, messages if size <= most_bytes else (), size)
 
-    async def items(self, owner: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
+    async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
         texts: list[str] = []
         size, session_id = 0, None
         for item_id in item_ids:
-            found = self._find(owner, self._makers.get(item_id, ""))
+            found = self._find(tenant, self._makers.get(item_id, ""))
             if found is None:
                 return FoundItems(missing=item_id)
             text = next(found.shown[item.begin : item.end] for item in found.items if item.id == item_id)
@@ -121,14 +121,14 @@ class MemoryResponseStore:
                 texts.append(text)
         return FoundItems(tuple(texts) if size <= most_bytes else (), size, session_id=session_id)
 
-    async def delete(self, owner: str, response_id: str) -> bool:
-        if self._find(owner, response_id) is None:
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        if self._find(tenant, response_id) is None:
             return False
         self._forget(response_id)
         return True
 
-    async def cancel(self, owner: str, response_id: str) -> str | None:
-        running = self._find_running(owner, response_id)
+    async def cancel(self, tenant: str, response_id: str) -> str | None:
+        running = self._find_running(tenant, response_id)
         if running is None:
             return None
         running.cancelled.set()
@@ -136,21 +136,21 @@ class MemoryResponseStore:
         await self.put(replace(running.response, shown=running.cancelled_shown))
         return running.cancelled_shown
 
-    def _find_running(self, owner: str, response_id: str) -> _Running | None:
+    def _find_running(self, tenant: str, response_id: str) -> _Running | None:
         self._expire()
         running = self._running.get(response_id)
-        if running is None or running.response.owner != owner or running.cancelled.is_set():
+        if running is None or running.response.tenant != tenant or running.cancelled.is_set():
             return None
         return running
 
-    def _find(self, owner: str, response_id: str) -> StoredResponse | None:
+    def _find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A kept response; its conversation counts as used."""
         self._expire()
         root = self._roots.get(response_id)
         if root is None:
             return None
         found = self._conversations[root].responses[response_id]
-        if found.owner != owner:
+        if found.tenant != tenant:
             return None
         self._use(root)
         return found

@@ -27,7 +27,7 @@ def responses_router(services: Services) -> APIRouter:
     @router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest, streams=True))
     async def create(request: Request) -> Response:
         record = record_of(request.scope)
-        services.slots.check(record.owner)
+        services.slots.check(record.tenant)
         data = await read_body(request, settings.max_body_bytes)
         circumstances = await circumstances_of(request, services)
         ready = await read(request, services, len(data), parse_response, data, prepare_response, circumstances, None)
@@ -49,24 +49,24 @@ def responses_router(services: Services) -> APIRouter:
         for name in ("stream", "include", "starting_after"):
             if request.query_params.get(name, "false") != "false":
                 raise not_supported(name)
-        shown = await services.store.get(record_of(request.scope).owner, response_id)
+        shown = await services.store.get(record_of(request.scope).tenant, response_id)
         if shown is None:
             raise _not_found(response_id)
         return Response(shown.encode(), media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, object]:
-        if not await services.store.delete(record_of(request.scope).owner, response_id):
+        if not await services.store.delete(record_of(request.scope).tenant, response_id):
             raise _not_found(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        owner = record_of(request.scope).owner
-        shown = await services.store.cancel(owner, response_id)
+        tenant = record_of(request.scope).tenant
+        shown = await services.store.cancel(tenant, response_id)
         if shown is not None:
             return Response(shown.encode(), media_type="application/json")
-        if await services.store.get(owner, response_id) is None:
+        if await services.store.get(tenant, response_id) is None:
             raise _not_found(response_id)
         raise ApiError(
             400, "This response is complete: only one in progress can be cancelled.", code="response_not_in_progress"

@@ -74,7 +74,7 @@ class StoredResponse:
     """
 
     id: str
-    owner: str
+    tenant: str
     previous: str | None
     session_id: str
     messages: tuple[KeptMessage, ...]
@@ -112,7 +112,7 @@ class FoundItems:
 
 
 class ResponseStore(Protocol):
-    """An owner meets only its own responses: another's are as if they did not exist."""
+    """An tenant meets only its own responses: another's are as if they did not exist."""
 
     def hold(self, running: StoredResponse, cancelled: str) -> AsyncIterator[bool]:
         """Makes a response known that is still being written, for as long as the iterator is open. Gives False once
@@ -123,24 +123,24 @@ class ResponseStore(Protocol):
         """Keeps a response that is complete. Conversations that were not used for the longest time make place."""
         ...
 
-    async def get(self, owner: str, response_id: str) -> str | None:
+    async def get(self, tenant: str, response_id: str) -> str | None:
         """The response as JSON, kept or still being written."""
         ...
 
-    async def history(self, owner: str, response_id: str, most_bytes: int) -> History | None:
+    async def history(self, tenant: str, response_id: str, most_bytes: int) -> History | None:
         """None if this response, or any before it, is not kept. Of a conversation with more than `most_bytes` only the
         size."""
         ...
 
-    async def items(self, owner: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
+    async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
         """Items of the output of kept responses. They are gone with their response. Of more than `most_bytes` only the
         size."""
         ...
 
-    async def delete(self, owner: str, response_id: str) -> bool:
+    async def delete(self, tenant: str, response_id: str) -> bool:
         """Forgets a kept response: nothing can go on from it or from those that came after it."""
         ...
 
-    async def cancel(self, owner: str, response_id: str) -> str | None:
+    async def cancel(self, tenant: str, response_id: str) -> str | None:
         """Ends a response that is being written; gives it as JSON. None if no such one is."""
         ...

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine_actor.errors import UnusableGrammar
-from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance import JSON_STYLE, check_grammar
+from engine_actor.options import GrammarKind, GrammarSpec
+from engine_actor.sampling.grammars import JSON_STYLE, check_grammar
 from serve_app.openai.schemas.closing import close
 from serve_app.openai.schemas.relaxing import LARGEST, Place, contradiction, faults, without
 from serve_app.openai.schemas.tree import Schema, without_annotations
@@ -34,12 +34,12 @@ def kept_schema(text: str, *, lenient: bool, closes: bool) -> KeptSchema:
     try:
         parsed = json.loads(text)
     except ValueError as error:
-        raise UnusableGrammar(GuidanceKind.JSON_SCHEMA, f"it is no JSON: {error}") from None
+        raise UnusableGrammar(GrammarKind.JSON_SCHEMA, f"it is no JSON: {error}") from None
     except RecursionError:
-        raise UnusableGrammar(GuidanceKind.JSON_SCHEMA, "it is nested too deeply") from None
+        raise UnusableGrammar(GrammarKind.JSON_SCHEMA, "it is nested too deeply") from None
     if isinstance(parsed, dict):
         return _kept(without_annotations(parsed), lenient, closes)
-    check_grammar(Guidance(GuidanceKind.JSON_SCHEMA, text))
+    check_grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, text))
     return KeptSchema(text)
 
 
@@ -48,7 +48,7 @@ def _kept(schema: Schema, lenient: bool, closes: bool) -> KeptSchema:
         if lenient and (place := contradiction(tried)) is not None:
             return f"{_shown(place)}: no value fits it"
         try:
-            check_grammar.__wrapped__(Guidance(GuidanceKind.JSON_SCHEMA, _styled(tried, lenient)))
+            check_grammar.__wrapped__(GrammarSpec(GrammarKind.JSON_SCHEMA, _styled(tried, lenient)))
         except UnusableGrammar as error:
             return error.reason
         return None
@@ -58,7 +58,7 @@ def _kept(schema: Schema, lenient: bool, closes: bool) -> KeptSchema:
         small = len(_styled(schema, lenient)) <= LARGEST
         found = dict(faults(schema, refusal, MOST_LEFT_OUT if lenient else 1)) if small else {}
         if not lenient:
-            raise UnusableGrammar(GuidanceKind.JSON_SCHEMA, _placed(found, reason))
+            raise UnusableGrammar(GrammarKind.JSON_SCHEMA, _placed(found, reason))
         rest = without(schema, set(found))
         whole = bool(found) and refusal(rest) is None
         schema, left_out = (rest, tuple(map(_shown, found))) if whole else (_ANY_OBJECT, ("",))

@@ -12,8 +12,8 @@ import pytest
 
 from engine_actor.actor.actor import EngineActor
 from engine_actor.messages import EndReason, RefusalCode, TurnRequest
-from engine_actor.options import Guidance
-from engine_actor.sampling.guidance import Grammar, Grammars
+from engine_actor.options import GrammarSpec
+from engine_actor.sampling.grammars import Grammar, Grammars
 from tests.support.doubles import SyntheticDecoder
 from tests.support.grammars import encode, letters, regex, schema, spell
 from tests.unit.actor.helpers import Answer, ask, start_actor, turn
@@ -27,10 +27,10 @@ class Compiling:
         self.go_on = threading.Event()
         compile_anew = Grammars.compile_anew
 
-        def held(grammars: Grammars, guidance: Guidance) -> Grammar:
+        def held(grammars: Grammars, spec: GrammarSpec) -> Grammar:
             self.threads.append(threading.current_thread().name)
             assert self.go_on.wait(20)
-            return compile_anew(grammars, guidance)
+            return compile_anew(grammars, spec)
 
         monkeypatch.setattr(Grammars, "compile_anew", held)
 
@@ -54,7 +54,7 @@ async def actor() -> AsyncIterator[EngineActor]:
 
 
 def guided(pattern: str, **options: Any) -> TurnRequest:
-    return replace(turn(encode("say"), 12), guidance=regex(pattern), **options)
+    return replace(turn(encode("say"), 12), grammar=regex(pattern), **options)
 
 
 def said(answer: Answer) -> str:
@@ -126,7 +126,7 @@ async def test_an_actor_that_stops_takes_no_turn_whose_grammar_comes_too_late(co
 
 
 async def test_what_is_no_grammar_is_refused_as_one(actor: EngineActor) -> None:
-    refused = (await ask(actor, replace(turn(encode("say")), guidance=schema({"$ref": "#"})))).refused
+    refused = (await ask(actor, replace(turn(encode("say")), grammar=schema({"$ref": "#"})))).refused
     assert refused is not None and (refused.code, refused.retry_after) == (RefusalCode.GRAMMAR, 0.0)
     assert refused.message == "the answer's grammar is no usable json_schema: no text matches it"
 
@@ -135,7 +135,7 @@ async def test_a_turn_that_waits_for_its_session_keeps_its_grammar(
     actor: EngineActor, compiling: Compiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is compiled meanwhile, so that its beginning costs the engine nothing."""
-    monkeypatch.setattr("engine_actor.sampling.guidance.KEPT_GRAMMARS", 1)
+    monkeypatch.setattr("engine_actor.sampling.grammars.KEPT_GRAMMARS", 1)
     compiling.go_on.set()
     first = asyncio.create_task(ask(actor, replace(turn(encode("say"), 60, "talk"), ignore_eos=True)))
     second = asyncio.create_task(ask(actor, replace(guided("second"), session_id="talk")))

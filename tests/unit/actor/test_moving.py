@@ -84,7 +84,7 @@ async def test_what_is_known_is_newer_than_what_is_moved() -> None:
     assert len(kept.tokens) == 11
     # Another owner's session of the same name is another session.
     other = await start_actor(SyntheticDecoder(vocab=1000), 200)
-    await ask(other, turn([1, 2], 2, "s", owner="b"))
+    await ask(other, turn([1, 2], 2, "s", cache_scope="b"))
     assert await other.adopt(moved)
     assert len(await other.dormant_sessions()) == 2
     await asyncio.gather(old.stop(), new.stop(), other.stop())

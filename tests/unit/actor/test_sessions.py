@@ -73,12 +73,12 @@ async def test_the_same_prompt_again_computes_one_token() -> None:
 async def test_owners_do_not_share_a_session_of_the_same_name() -> None:
     actor = await start_actor(SyntheticDecoder(vocab=1000), blocks=200)
     prompt = list(range(10, 30))
-    await ask(actor, turn(prompt, 4, "s", owner="a"))
-    other = await ask(actor, turn(prompt, 4, "s", owner="b"))
+    await ask(actor, turn(prompt, 4, "s", cache_scope="a"))
+    other = await ask(actor, turn(prompt, 4, "s", cache_scope="b"))
     assert other.ended is not None and other.ended.cached_tokens == 0
-    assert [info.owner for info in await actor.sessions("a")] == ["a"]
+    assert [info.cache_scope for info in await actor.sessions("a")] == ["a"]
     assert await actor.close_session("b", "s") and not await actor.close_session("b", "s")
-    assert [info.owner for info in await actor.sessions()] == ["a"]
+    assert [info.cache_scope for info in await actor.sessions()] == ["a"]
     await actor.stop()
 
 

@@ -116,7 +116,7 @@ class Expected:
             self._check_reason(event, engine)
 
     def _next(self) -> int:
-        if self.options.guidance is None:
+        if self.options.grammar is None:
             return oracle(self.tokens, self.options.sampling)
         return oracle(self.tokens, self.options.sampling, ALLOWED[self.generated % 2])
 
@@ -279,7 +279,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_generated_tokens=limit,
             sampling=SAMPLED if sampled else SamplingParams(),
             stop_token_ids=frozenset({7}) if stops else frozenset(),
-            guidance=PAIRS if guided else None,
+            grammar=PAIRS if guided else None,
             priority=priority,
         )
         before = expected.handle.tokens
@@ -345,7 +345,7 @@ class EngineMachine(RuleBasedStateMachine):
         guess = (guess + wrong)[:DRAFTS]
         generates = expected.handle.status is RequestStatus.RUNNING and not expected.handle._record.is_prefill
         generates = generates and self.decoder.manifest.max_draft_tokens > 0
-        if not guess or (generates and expected.options.sampling.greedy and expected.options.guidance is None):
+        if not guess or (generates and expected.options.sampling.greedy and expected.options.grammar is None):
             expected.handle.set_draft_tokens(guess)
         else:
             with pytest.raises(InvalidCall):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.cluster.failover import watch as watch_module
-from serve_app.cluster.failover.watch import Place, ReplicaSilent, ReplicaWatch
+from serve_app.cluster.failover.watch import Attempt, ReplicaSilent, ReplicaWatch
 from serve_app.cluster.routing.known_replicas import KnownReplicas
 
 
@@ -78,7 +78,7 @@ async def questions(asked: Asked, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def waiting_at(stack: ExitStack, watch: ReplicaWatch, replica: str | None) -> tuple[Place, asyncio.Task[Any]]:
+def waiting_at(stack: ExitStack, watch: ReplicaWatch, replica: str | None) -> tuple[Attempt, asyncio.Task[Any]]:
     place = stack.enter_context(watch.place())
     if replica is not None:
         place.reached(replica)

@@ -13,11 +13,12 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
-from engine_actor.errors import GuidanceFailed, UnusableGrammar
-from engine_actor.options import Guidance
-from engine_actor.sampling import guidance, guidance_cursor
-from engine_actor.sampling.guidance import Grammars, check_grammar
-from engine_actor.sampling.guidance_cursor import Cursor
+from engine_actor.errors import GrammarFailed, UnusableGrammar
+from engine_actor.options import GrammarSpec
+from engine_actor.sampling import grammar_cursor
+from engine_actor.sampling import grammars as grammars_module
+from engine_actor.sampling.grammar_cursor import Cursor
+from engine_actor.sampling.grammars import Grammars, check_grammar
 from engine_actor.sampling.vocabulary import Vocabulary
 from serve_app.text.tokenizer import load_tokenizer
 from tests.support.grammars import EOS, IDS, allowed, encode, lark, letters, regex, schema
@@ -44,7 +45,7 @@ def letters_of(seed: int, count: int) -> str:
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> Grammars:
     """Where GROWING has room for an answer of ten letters, and not for one of fifty."""
-    monkeypatch.setattr(guidance, "LIMITS", LLParserLimits(max_lexer_states=80, verbose_errors=False))
+    monkeypatch.setattr(grammars_module, "LIMITS", LLParserLimits(max_lexer_states=80, verbose_errors=False))
     return grammars()
 
 
@@ -53,7 +54,7 @@ def test_an_answer_that_fills_the_automaton_ends_no_other_one(tight: Grammars) -
     before, long = tight.cursor(GROWING), tight.cursor(GROWING)
     before.mask([])
     for _ in range(2):
-        with pytest.raises(GuidanceFailed, match="too many states"):
+        with pytest.raises(GrammarFailed, match="too many states"):
             read(long, letters_of(1, 50))
     for cursor in (before, tight.cursor(GROWING)):
         assert np.flatnonzero(read(cursor, "y")).tolist() == [EOS]
@@ -67,21 +68,21 @@ def test_answers_that_are_short_never_fill_it_together(tight: Grammars) -> None:
 
 
 def test_a_grammar_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guidance_cursor, "SECONDS_A_TURN", 0.01)
+    monkeypatch.setattr(grammar_cursor, "SECONDS_A_TURN", 0.01)
     cursor = grammars().cursor(lark('start: s\ns: s s | s s s | "a" | ""'))  # cubic in the answer's length, and worse
     answer: list[int] = []
-    with pytest.raises(GuidanceFailed, match="to find out what may follow"):
+    with pytest.raises(GrammarFailed, match="to find out what may follow"):
         while len(answer) < 300:
             cursor.mask(answer)
             answer.append(IDS["a"])
-    with pytest.raises(GuidanceFailed):
+    with pytest.raises(GrammarFailed):
         cursor.mask(answer)
 
 
 def test_what_is_kept_is_bounded_by_the_time_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     made = grammars()
     one = made.compile(regex("a{1,50}"))
-    monkeypatch.setattr(guidance, "KEPT_SECONDS", one.seconds * 0.9)
+    monkeypatch.setattr(grammars_module, "KEPT_SECONDS", one.seconds * 0.9)
     other = made.compile(regex("b{1,50}"))
     assert made.compile(regex("b{1,50}")) is other  # the latest stays, whatever it took
     assert made.compile(regex("a{1,50}")) is one  # it is held here, as a turn would
@@ -101,7 +102,7 @@ def test_a_grammar_that_no_text_matches_is_refused(nothing: object) -> None:
 @pytest.mark.parametrize(
     "panics", [regex(r"((\p{L}|é)|\w)"), schema({"type": "string", "pattern": r"^((\p{L}|é)|\w)$"})]
 )
-def test_a_grammar_that_the_library_panics_over_is_refused(panics: Guidance) -> None:
+def test_a_grammar_that_the_library_panics_over_is_refused(panics: GrammarSpec) -> None:
     """In Rust's sense, which reaches Python as what is no Exception. Where it was mended the grammar is one."""
     for call in (check_grammar, grammars().compile):
         try:
@@ -116,7 +117,7 @@ def test_a_panic_while_an_answer_is_read_ends_that_answer(monkeypatch: pytest.Mo
         raise type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("where that was mended")
 
     monkeypatch.setattr(Cursor, "_advance", panic)
-    with pytest.raises(GuidanceFailed, match="the library that reads it failed"):
+    with pytest.raises(GrammarFailed, match="the library that reads it failed"):
         grammars().cursor(regex("a")).mask([])
 
 
@@ -132,7 +133,7 @@ def test_two_threads_that_need_the_first_grammar_read_the_vocabulary_once() -> N
     with ThreadPoolExecutor(4) as pool:
         compiled = list(pool.map(made.compile, [regex(c) for c in "abab"]))
     assert len(reads) == 1
-    assert {grammar.guidance.data for grammar in compiled} == {"a", "b"}
+    assert {grammar.spec.data for grammar in compiled} == {"a", "b"}
     for letter in "ab":
         assert np.flatnonzero(allowed(made.cursor(regex(letter)), [])).tolist() == sorted({IDS[letter]})
 
@@ -171,7 +172,7 @@ def _doubling(depth: int) -> dict[str, object]:
 
 _EITHER: list[object] = [{"anyOf": [{"properties": {f"x{i}": {}}}, {"properties": {f"y{i}": {}}}]} for i in range(30)]
 _WORDS = ["abc", "bcd", "cde", "def", "efg", "fgh", "ghi", "hij", "ijk"]
-NASTY: dict[str, Guidance] = {
+NASTY: dict[str, GrammarSpec] = {
     "many ways to repeat": regex("((a*)*)*b"),
     "a long run": regex("a{100000}"),
     "a very long run": regex("(abcdefg){300000}"),
@@ -227,7 +228,7 @@ def test_a_nasty_grammar_is_refused_or_served_within_bounds(real: Grammars, name
                 break
             choices = np.flatnonzero(goes_on)
             answer.append(int(choices[rng.integers(len(choices))]))
-    except GuidanceFailed as error:
+    except GrammarFailed as error:
         assert str(error)
     spent = time.thread_time() - begun
-    assert spent < guidance_cursor.SECONDS_A_TURN + 3, f"{spent:.1f} s for {len(answer)} tokens"
+    assert spent < grammar_cursor.SECONDS_A_TURN + 3, f"{spent:.1f} s for {len(answer)} tokens"

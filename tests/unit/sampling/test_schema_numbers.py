@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_actor.errors import UnusableGrammar
-from engine_actor.sampling.guidance import check_grammar
+from engine_actor.sampling.grammars import check_grammar
 from tests.support.grammars import lark, schema
 
 WORDS = ("const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

@@ -1,7 +1,7 @@
 """Grammars that answers follow: what is one, and those of one model, compiled.
 
 They are compiled off the owner thread, once for all turns that use them (F288); where an answer stands in its grammar
-is a cursor's to know (`guidance_cursor`).
+is a cursor's to know (`grammar_cursor`).
 
 A grammar comes from a stranger. What it may cost is bounded: to compile it, and for one mask, by the library's limits;
 to keep it, by the time that it took to compile; for the masks of a turn, by a budget of the cursor's.
@@ -21,8 +21,8 @@ from weakref import WeakValueDictionary
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from engine_actor.errors import UnusableGrammar
-from engine_actor.options import Guidance, GuidanceKind
-from engine_actor.sampling.guidance_cursor import Cursor, panics_as, said_shortly
+from engine_actor.options import GrammarKind, GrammarSpec
+from engine_actor.sampling.grammar_cursor import Cursor, panics_as, said_shortly
 from engine_actor.sampling.schema_numbers import unkept_in_lark, unkept_number
 from engine_actor.sampling.vocabulary import Vocabulary, Words
 
@@ -43,13 +43,13 @@ JSON_STYLE = {
 
 
 @lru_cache(maxsize=KEPT_GRAMMARS)
-def check_grammar(guidance: Guidance) -> None:
+def check_grammar(spec: GrammarSpec) -> None:
     """Raises UnusableGrammar with the reason if it is no grammar, as far as that can be told without a vocabulary: in
     0.3 s at most, which are spent once for each text."""
-    with panics_as(partial(UnusableGrammar, guidance.kind)):
-        reason = LLMatcher.validate_grammar(_grammar_of(guidance), limits=LIMITS)
+    with panics_as(partial(UnusableGrammar, spec.kind)):
+        reason = LLMatcher.validate_grammar(_grammar_of(spec), limits=LIMITS)
     if reason:
-        raise UnusableGrammar(guidance.kind, said_shortly(reason))
+        raise UnusableGrammar(spec.kind, said_shortly(reason))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -60,7 +60,7 @@ class Grammar:
     limit fails in each of them.
     """
 
-    guidance: Guidance
+    spec: GrammarSpec
     matcher: LLMatcher
     seconds: float  # of processor time that it took to make
 
@@ -84,8 +84,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()  # held for moments only: of what follows
-        self._kept: OrderedDict[Guidance, Grammar] = OrderedDict()  # latest last
-        self._alive: WeakValueDictionary[Guidance, Grammar] = WeakValueDictionary()
+        self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # latest last
+        self._alive: WeakValueDictionary[GrammarSpec, Grammar] = WeakValueDictionary()
 
     def prepare(self) -> None:
         """Reads the vocabulary, if there is one, which the first grammar would have to wait for: 0.1 s for 50,000
@@ -93,68 +93,66 @@ class Grammars:
         if self._vocabulary is not None and self._eos:
             self._read_vocabulary(self._vocabulary)
 
-    def find(self, guidance: Guidance) -> Grammar | None:
+    def find(self, spec: GrammarSpec) -> Grammar | None:
         """The grammar, if it is compiled already."""
         with self._lock:
-            grammar = self._alive.get(guidance)
+            grammar = self._alive.get(spec)
             if grammar is not None:
                 self.reused += 1
                 self._keep(grammar)
             return grammar
 
-    def compile(self, guidance: Guidance) -> Grammar:
+    def compile(self, spec: GrammarSpec) -> Grammar:
         """The grammar at its start. Raises UnusableGrammar with the reason if it can't be used here."""
-        if (known := self.find(guidance)) is not None:
+        if (known := self.find(spec)) is not None:
             return known
-        grammar = self.compile_anew(guidance)
+        grammar = self.compile_anew(spec)
         with self._lock:
-            self._alive[guidance] = grammar
+            self._alive[spec] = grammar
             self._keep(grammar)
         return grammar
 
-    def compile_anew(self, guidance: Guidance) -> Grammar:
+    def compile_anew(self, spec: GrammarSpec) -> Grammar:
         """One that shares nothing with any other. Raises as `compile` does."""
         if self._vocabulary is None:
-            raise UnusableGrammar(guidance.kind, "this engine was given no vocabulary")
+            raise UnusableGrammar(spec.kind, "this engine was given no vocabulary")
         if not self._eos:
-            raise UnusableGrammar(guidance.kind, "this model has no token that ends an answer")
+            raise UnusableGrammar(spec.kind, "this model has no token that ends an answer")
         tokenizer = self._read_vocabulary(self._vocabulary)
         begun = time.thread_time()
-        with panics_as(partial(UnusableGrammar, guidance.kind)):
-            matcher = LLMatcher(tokenizer, _grammar_of(guidance), log_level=0, limits=LIMITS)
+        with panics_as(partial(UnusableGrammar, spec.kind)):
+            matcher = LLMatcher(tokenizer, _grammar_of(spec), log_level=0, limits=LIMITS)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # the first mask is the dearest, and shows what allows no token at all
         if matcher.is_error():
-            raise UnusableGrammar(guidance.kind, said_shortly(matcher.get_error()))
+            raise UnusableGrammar(spec.kind, said_shortly(matcher.get_error()))
         with self._lock:
             self.compiled += 1
-        return Grammar(guidance, matcher, time.thread_time() - begun)
+        return Grammar(spec, matcher, time.thread_time() - begun)
 
     def forget(self, grammar: Grammar) -> None:
         """The next turn that asks for it gets another one."""
         with self._lock:
             for known in (self._kept, self._alive):
-                if known.get(grammar.guidance) is grammar:
-                    del known[grammar.guidance]
+                if known.get(grammar.spec) is grammar:
+                    del known[grammar.spec]
 
-    def cursor(self, guidance: Guidance) -> Cursor:
+    def cursor(self, spec: GrammarSpec) -> Cursor:
         """Raises UnusableGrammar as `compile` does."""
-        grammar = self.compile(guidance)
+        grammar = self.compile(spec)
         assert self._words is not None
-        return Cursor(
-            grammar.matcher.deep_copy(), lambda: self._renewed(grammar), self._words, guidance.trigger.encode()
-        )
+        return Cursor(grammar.matcher.deep_copy(), lambda: self._renewed(grammar), self._words, spec.trigger.encode())
 
     def _renewed(self, grammar: Grammar) -> LLMatcher | None:
         """Another copy of it, with an automaton of its own. Not if that takes longer than a step: then only turns that
         begin from now on get another one."""
         self.forget(grammar)
-        return self.compile_anew(grammar.guidance).matcher if grammar.seconds <= SECONDS_TO_RENEW else None
+        return self.compile_anew(grammar.spec).matcher if grammar.seconds <= SECONDS_TO_RENEW else None
 
     def _keep(self, grammar: Grammar) -> None:
         """As the latest one. It stays even if it alone is more than may be kept."""
-        self._kept[grammar.guidance] = grammar
-        self._kept.move_to_end(grammar.guidance)
+        self._kept[grammar.spec] = grammar
+        self._kept.move_to_end(grammar.spec)
         seconds = sum(kept.seconds for kept in self._kept.values())
         while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or seconds > KEPT_SECONDS):
             seconds -= self._kept.popitem(last=False)[1].seconds
@@ -168,23 +166,23 @@ class Grammars:
             return self._tokenizer
 
 
-def _grammar_of(guidance: Guidance) -> str:
-    if guidance.kind is GuidanceKind.REGEX:
-        return LLMatcher.grammar_from_regex(guidance.data)
-    if guidance.kind is GuidanceKind.LARK:
-        unkept = unkept_in_lark(guidance.data)
+def _grammar_of(spec: GrammarSpec) -> str:
+    if spec.kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(spec.data)
+    if spec.kind is GrammarKind.LARK:
+        unkept = unkept_in_lark(spec.data)
     else:
         try:
-            unkept = unkept_number(json.loads(guidance.data))
+            unkept = unkept_number(json.loads(spec.data))
         except RecursionError:
             unkept = "it is nested too deeply"
         except ValueError as error:
             unkept = f"it is no JSON: {error}"
     if unkept is not None:
-        raise UnusableGrammar(guidance.kind, unkept)
-    if guidance.kind is GuidanceKind.LARK:
-        return LLMatcher.grammar_from_lark(guidance.data)
+        raise UnusableGrammar(spec.kind, unkept)
+    if spec.kind is GrammarKind.LARK:
+        return LLMatcher.grammar_from_lark(spec.data)
     try:
-        return LLMatcher.grammar_from_json_schema(guidance.data, overrides=JSON_STYLE)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(spec.data, overrides=JSON_STYLE)  # type: ignore[arg-type]
     except ValueError as error:
-        raise UnusableGrammar(guidance.kind, said_shortly(str(error))) from None
+        raise UnusableGrammar(spec.kind, said_shortly(str(error))) from None

@@ -12,7 +12,7 @@ import pytest
 from engine_actor.decoding.decoder import PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import RetryableStepError
-from engine_actor.options import Guidance, SamplingParams, TurnOptions
+from engine_actor.options import GrammarSpec, SamplingParams, TurnOptions
 from engine_actor.requests.record import FinishReason
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ CHOICE = lark('start: "yes, " WORD | "no, " WORD\nWORD: /[a-z]{3,9}/')
 @dataclass(frozen=True)
 class Asked:
     text: str
-    guidance: Guidance | None = None
+    grammar: GrammarSpec | None = None
     sampling: SamplingParams = GREEDY
     new: int = 24
 
@@ -80,7 +80,7 @@ class Bench:
     def begin(self, asked: Asked, said: list[int] | None = None) -> Request:
         """`said`: what another engine had generated of it."""
         request, said = self.engine.create_request(), said or []
-        options = TurnOptions(asked.new, asked.sampling, guidance=asked.guidance, resumed_tokens=len(said))
+        options = TurnOptions(asked.new, asked.sampling, grammar=asked.grammar, resumed_tokens=len(said))
         request.begin_turn(self.prompt(asked) + said, options)
         return request
 
@@ -102,11 +102,11 @@ def together(model: TorchDecoder, tokenizer: Tokenizer) -> list[list[int]]:
 def test_they_follow_their_grammars(together: list[list[int]], tokenizer: Tokenizer) -> None:
     for asked, said in zip(ASKED, together, strict=True):
         text = tokenizer.decode(said)
-        if asked.guidance is PERSON and len(said) < asked.new:
+        if asked.grammar is PERSON and len(said) < asked.new:
             assert set(json.loads(text)) == {"name", "age"}
-        elif asked.guidance is CHOICE:
+        elif asked.grammar is CHOICE:
             assert re.fullmatch("(yes|no), [a-z]{3,9}", text)
-        elif asked.guidance is WORDS and len(said) < asked.new:
+        elif asked.grammar is WORDS and len(said) < asked.new:
             assert re.fullmatch(WORDS.data, text)
 
 
@@ -186,13 +186,13 @@ def test_a_second_turn_follows_its_own_grammar_from_its_beginning(model: TorchDe
     bench = Bench(model, tokenizer)
     request = bench.begin(Asked("Is it so?", CHOICE))
     run_out(bench.engine)
-    for guidance in (regex("[0-9]{3}"), None, CHOICE):
+    for spec in (regex("[0-9]{3}"), None, CHOICE):
         history, prompt = request.tokens, bench.prompt(ASKED[0])
         fresh, begun = bench.engine.create_request(), len(history) + len(prompt)
         for turn, given in ((request, prompt), (fresh, history + prompt)):
-            turn.begin_turn(given, TurnOptions(8, guidance=guidance))
+            turn.begin_turn(given, TurnOptions(8, grammar=spec))
             run_out(bench.engine)
         assert request.tokens == fresh.tokens
-        if guidance is not None:
-            pattern = "[0-9]{3}" if guidance is not CHOICE else "(yes|no), [a-z]{1,9}.*"
+        if spec is not None:
+            pattern = "[0-9]{3}" if spec is not CHOICE else "(yes|no), [a-z]{1,9}.*"
             assert re.fullmatch(pattern, tokenizer.decode(request.tokens[begun:]))

@@ -1,6 +1,6 @@
 """What a row costs the host in a decode step when its answer follows a grammar, against the same row without one.
 
-    python -m tests.benchmarks.bench_guidance MODEL [--rows 1 8 32] [--steps 200]
+    python -m tests.benchmarks.bench_grammars MODEL [--rows 1 8 32] [--steps 200]
 
 MODEL: a folder or GGUF file, for its vocabulary; its weights are not read. The decoder is a double that returns logits
 computed before. Microseconds of the thread's CPU time, medians over the steps of a run, with both kinds of turns in
@@ -28,8 +28,8 @@ from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import PackedStep
 from engine_actor.manifest import DecoderManifest, PagedState
 from engine_actor.memory.layout import PoolGeometry
-from engine_actor.options import Guidance, GuidanceKind, TurnOptions
-from engine_actor.sampling.guidance_cursor import Cursor
+from engine_actor.options import GrammarKind, GrammarSpec, TurnOptions
+from engine_actor.sampling.grammar_cursor import Cursor
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.engines import engine_of
 
@@ -43,7 +43,7 @@ SCHEMA = {
     },
     "minItems": 1000,
 }
-PEOPLE = Guidance(GuidanceKind.JSON_SCHEMA, json.dumps(SCHEMA))
+PEOPLE = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 
 
 class InstantDecoder:
@@ -66,8 +66,8 @@ class InstantDecoder:
 def filled(engine: Engine, rows: int, guided: int) -> list[Any]:
     requests = [engine.create_request() for _ in range(rows)]
     for i, request in enumerate(requests):
-        guidance = PEOPLE if i < guided else None
-        request.begin_turn([2 + i, 3], TurnOptions(guidance=guidance, ignore_eos=guidance is None))
+        spec = PEOPLE if i < guided else None
+        request.begin_turn([2 + i, 3], TurnOptions(grammar=spec, ignore_eos=spec is None))
     engine.run(2 * rows)
     return requests
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_actor.core.engine import Engine
-from engine_actor.errors import GuidanceFailed, InvalidCall, InvalidOption, RetryableStepError, UnusableGrammar
-from engine_actor.options import Guidance, GuidanceKind, SamplingParams, TurnOptions
+from engine_actor.errors import GrammarFailed, InvalidCall, InvalidOption, RetryableStepError, UnusableGrammar
+from engine_actor.options import GrammarKind, GrammarSpec, SamplingParams, TurnOptions
 from engine_actor.requests.events import ErrorCode
 from engine_actor.requests.outcomes import StepOutcome
 from engine_actor.requests.record import FinishReason
 from engine_actor.requests.request import Request
-from engine_actor.sampling.guidance import Grammars
-from engine_actor.sampling.guidance_cursor import Cursor
+from engine_actor.sampling.grammar_cursor import Cursor
+from engine_actor.sampling.grammars import Grammars
 from tests.support.doubles import SyntheticDecoder
 from tests.support.engines import engine_of
 from tests.support.grammars import EOS, IDS, allowed, encode, letters, regex, spell
@@ -44,10 +44,10 @@ def chatty(decoder: SyntheticDecoder | None = None, **config: Any) -> Engine:
     return engine_of(decoder or Chatty(), vocabulary=letters, **config)
 
 
-def begin(engine: Engine, guidance: Guidance | None, prompt: list[int] = PROMPT, **options: Any) -> Request:
+def begin(engine: Engine, spec: GrammarSpec | None, prompt: list[int] = PROMPT, **options: Any) -> Request:
     request = engine.create_request()
     options.setdefault("max_generated_tokens", 12)
-    request.begin_turn(prompt, TurnOptions(guidance=guidance, **options))
+    request.begin_turn(prompt, TurnOptions(grammar=spec, **options))
     return request
 
 
@@ -64,9 +64,9 @@ def answer(request: Request, prompt: list[int] = PROMPT) -> str:
     return spell(request.tokens[len(prompt) :])
 
 
-def alone(guidance: Guidance | None, **options: Any) -> str:
+def alone(spec: GrammarSpec | None, **options: Any) -> str:
     engine = chatty()
-    request = begin(engine, guidance, **options)
+    request = begin(engine, spec, **options)
     finish(engine)
     return answer(request)
 
@@ -74,8 +74,8 @@ def alone(guidance: Guidance | None, **options: Any) -> str:
 @pytest.mark.parity("F283", scenario="GD-04")
 def test_turns_with_different_grammars_and_without_one_run_in_one_batch() -> None:
     engine = chatty()
-    digits, words, plain = regex("[0-9]{3}"), Guidance(GuidanceKind.LARK, 'start: "yes" | "no"'), None
-    requests = [begin(engine, guidance) for guidance in (digits, words, plain)]
+    digits, words, plain = regex("[0-9]{3}"), GrammarSpec(GrammarKind.LARK, 'start: "yes" | "no"'), None
+    requests = [begin(engine, spec) for spec in (digits, words, plain)]
     finish(engine)
     assert re.fullmatch("[0-9]{3}", answer(requests[0]))
     assert answer(requests[1]) in ("yes", "no")
@@ -85,9 +85,9 @@ def test_turns_with_different_grammars_and_without_one_run_in_one_batch() -> Non
 
 @pytest.mark.parity("F284")
 def test_a_grammar_cannot_change_under_its_turn() -> None:
-    guidance = regex("a")
+    spec = regex("a")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        guidance.data = "b"  # type: ignore[misc]
+        spec.data = "b"  # type: ignore[misc]
 
 
 @pytest.mark.parity("F285", scenario="GD-02")
@@ -103,10 +103,10 @@ def test_a_letter_that_the_model_does_not_want() -> None:
 @pytest.mark.parity("F285")
 @pytest.mark.parametrize("failing_step", range(4))
 def test_a_step_that_is_rolled_back_moves_no_cursor(failing_step: int) -> None:
-    guidance = regex("(ab|12|no)+x")
+    spec = regex("(ab|12|no)+x")
     decoder = Chatty()
     engine = chatty(decoder)
-    request = begin(engine, guidance)
+    request = begin(engine, spec)
     for step in range(100):
         if not engine.has_pending_requests():
             break
@@ -114,28 +114,28 @@ def test_a_step_that_is_rolled_back_moves_no_cursor(failing_step: int) -> None:
             decoder.fail_next = lambda: RetryableStepError("try again")
         engine.run(1000)
         assert (engine.last_report.outcome is StepOutcome.RETRYABLE_BATCH_ABORT) == (step == failing_step)
-    assert answer(request) == alone(guidance)
+    assert answer(request) == alone(spec)
 
 
 @pytest.mark.parity("F285")
 def test_draining_events_one_by_one_moves_no_cursor() -> None:
-    guidance = regex("(ab|12|no)+x")
+    spec = regex("(ab|12|no)+x")
     engine = chatty()
-    requests = [begin(engine, guidance) for _ in range(3)]
+    requests = [begin(engine, spec) for _ in range(3)]
     finish(engine, max_events=1)
-    assert [answer(request) for request in requests] == [alone(guidance)] * 3
+    assert [answer(request) for request in requests] == [alone(spec)] * 3
 
 
 @pytest.mark.parity("F286")
 def test_there_is_no_option_for_forced_tokens() -> None:
-    assert {field.name for field in dataclasses.fields(Guidance)} == {"kind", "data", "trigger"}
+    assert {field.name for field in dataclasses.fields(GrammarSpec)} == {"kind", "data", "trigger"}
 
 
 @pytest.mark.parity("F287")
-@pytest.mark.parametrize(("kind", "data"), [("", "a"), (GuidanceKind.REGEX, "")])
+@pytest.mark.parametrize(("kind", "data"), [("", "a"), (GrammarKind.REGEX, "")])
 def test_type_and_data_come_together(kind: Any, data: str) -> None:
     with pytest.raises(InvalidOption, match="guidance type and data must be provided together"):
-        Guidance(kind, data)
+        GrammarSpec(kind, data)
 
 
 @pytest.mark.parity("F288")
@@ -149,7 +149,7 @@ def test_a_grammar_is_compiled_once_and_its_cursors_are_apart() -> None:
 
 
 def test_more_grammars_than_are_kept_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_actor.sampling.guidance.KEPT_GRAMMARS", 2)
+    monkeypatch.setattr("engine_actor.sampling.grammars.KEPT_GRAMMARS", 2)
     grammars = Grammars(letters, 64, frozenset({EOS}))
     for pattern in "abacab":  # a and c are kept when b comes back
         grammars.compile(regex(pattern))
@@ -202,7 +202,7 @@ def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pyt
 
     def limited(cursor: Cursor, tokens: list[int]) -> Any:
         if len(tokens) >= 2 and tokens[0] == IDS["b"]:
-            raise GuidanceFailed("too many states")
+            raise GrammarFailed("too many states")
         return made(cursor, tokens)
 
     monkeypatch.setattr(Cursor, "mask", limited)
@@ -212,7 +212,7 @@ def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pyt
     while engine.has_pending_requests():
         events += engine.run(1000)
     ended = next(event for event in events if event.finish_reason is FinishReason.FAILED)
-    assert (ended.request_id, ended.error_code) == (bad.id, ErrorCode.GUIDANCE)
+    assert (ended.request_id, ended.error_code) == (bad.id, ErrorCode.GRAMMAR)
     assert ended.message == "the answer's grammar failed: too many states"
     assert re.fullmatch("b[a-z]", answer(bad)[:2]) and len(bad.tokens) == len(PROMPT) + 2
     assert re.fullmatch("c[a-z]{8}", answer(good))
@@ -221,7 +221,7 @@ def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pyt
 def test_a_grammar_that_the_library_gives_up_on_ends_its_turn() -> None:
     cursor = Grammars(letters, 64, frozenset({EOS})).cursor(regex("ab"))
     for _ in range(2):
-        with pytest.raises(GuidanceFailed):
+        with pytest.raises(GrammarFailed):
             cursor.mask([IDS["z"]])  # a token that its own mask did not have
 
 
@@ -240,12 +240,12 @@ def test_a_second_turn_begins_its_grammar_anew() -> None:
     request = begin(engine, regex("[0-9]{4}"))
     finish(engine)
     begun = len(request.tokens) + len(PROMPT)
-    request.begin_turn(PROMPT, TurnOptions(8, guidance=regex("[0-9]{4}")))
+    request.begin_turn(PROMPT, TurnOptions(8, grammar=regex("[0-9]{4}")))
     finish(engine)
     assert re.fullmatch("[0-9]{4}", spell(request.tokens[begun:]))
     request.begin_turn(PROMPT, TurnOptions(8))
     finish(engine)
-    assert request._record.guide is None
+    assert request._record.grammar_cursor is None
 
 
 @pytest.mark.parity("F296", lacks="there is no n-gram rule that could refuse drafts")
@@ -254,31 +254,31 @@ def test_drafts_are_refused_beside_a_grammar() -> None:
     request = begin(engine, regex("[a-z]+"))
     engine.run(1000)
     engine.run(1000)
-    with pytest.raises(InvalidCall, match="guidance"):
+    with pytest.raises(InvalidCall, match="grammar"):
         request.set_draft_tokens([IDS["a"]])
 
 
 @pytest.mark.parametrize("refused", [{"ignore_eos": True}, {"min_generated_tokens": 3}])
 def test_a_grammar_says_when_an_answer_ends(refused: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption, match=next(iter(refused))):
-        TurnOptions(8, guidance=regex("a"), **refused)
+        TurnOptions(8, grammar=regex("a"), **refused)
 
 
 @pytest.mark.parametrize(
-    ("guidance", "words"),
+    ("spec", "words"),
     [
         (regex("(a"), "unclosed group"),
-        (Guidance(GuidanceKind.JSON_SCHEMA, '{"type": "objec"}'), "objec"),
-        (Guidance(GuidanceKind.JSON_SCHEMA, "{"), "it is no JSON"),
-        (Guidance(GuidanceKind.LARK, 'start: "a" b'), "unknown name"),
-        (Guidance(GuidanceKind.LARK, "start: <|nothing|>"), "unknown special token"),
+        (GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "objec"}'), "objec"),
+        (GrammarSpec(GrammarKind.JSON_SCHEMA, "{"), "it is no JSON"),
+        (GrammarSpec(GrammarKind.LARK, 'start: "a" b'), "unknown name"),
+        (GrammarSpec(GrammarKind.LARK, "start: <|nothing|>"), "unknown special token"),
     ],
 )
-def test_what_is_no_grammar_is_refused_with_the_reason_and_changes_nothing(guidance: Guidance, words: str) -> None:
+def test_what_is_no_grammar_is_refused_with_the_reason_and_changes_nothing(spec: GrammarSpec, words: str) -> None:
     engine = chatty()
     request = engine.create_request()
     with pytest.raises(UnusableGrammar, match=words):
-        request.begin_turn(PROMPT, TurnOptions(guidance=guidance))
+        request.begin_turn(PROMPT, TurnOptions(grammar=spec))
     request.begin_turn(PROMPT, TurnOptions(2))
     finish(engine)
     assert request.turn_id == 1
@@ -287,7 +287,7 @@ def test_what_is_no_grammar_is_refused_with_the_reason_and_changes_nothing(guida
 def test_an_engine_without_a_vocabulary_says_so() -> None:
     engine = engine_of(Chatty(), num_blocks=8)
     with pytest.raises(UnusableGrammar, match="no vocabulary"):
-        engine.create_request().begin_turn(PROMPT, TurnOptions(guidance=regex("a")))
+        engine.create_request().begin_turn(PROMPT, TurnOptions(grammar=regex("a")))
 
 
 def test_a_branch_follows_the_grammar_from_its_own_beginning() -> None:
@@ -295,7 +295,7 @@ def test_a_branch_follows_the_grammar_from_its_own_beginning() -> None:
     first = begin(engine, regex("[a-f]{6}"), sampling=SamplingParams(temperature=1.0, seed=1))
     engine.run(1000)
     second = first.fork(len(PROMPT))
-    second.begin_turn(PROMPT[-1:], TurnOptions(12, SamplingParams(temperature=1.0, seed=2), guidance=regex("[a-f]{6}")))
+    second.begin_turn(PROMPT[-1:], TurnOptions(12, SamplingParams(temperature=1.0, seed=2), grammar=regex("[a-f]{6}")))
     finish(engine)
     assert re.fullmatch("[a-f]{6}", answer(first))
     assert re.fullmatch("[a-f]{6}", spell(second.tokens[len(PROMPT) + 1 :]))
@@ -303,8 +303,8 @@ def test_a_branch_follows_the_grammar_from_its_own_beginning() -> None:
 
 def test_a_preempted_turn_goes_on_in_its_grammar() -> None:
     engine = chatty(num_blocks=9, max_batch_size=4)
-    guidance = regex("([a-c]{2}[0-9])+!")
-    running = [begin(engine, guidance, max_generated_tokens=14) for _ in range(4)]
+    spec = regex("([a-c]{2}[0-9])+!")
+    running = [begin(engine, spec, max_generated_tokens=14) for _ in range(4)]
     answers = []
     while running:
         engine.run(1000)
@@ -313,19 +313,19 @@ def test_a_preempted_turn_goes_on_in_its_grammar() -> None:
             running.remove(request)
             request.close()
     assert engine.metrics.preemptions > 0
-    assert answers == [alone(guidance, max_generated_tokens=14)] * 4
+    assert answers == [alone(spec, max_generated_tokens=14)] * 4
 
 
 def test_a_turn_that_another_engine_had_begun_goes_on_in_its_grammar() -> None:
-    guidance, sampling = regex("([a-c]{2}[0-9])+!"), SamplingParams(temperature=1.0, seed=5)
+    spec, sampling = regex("([a-c]{2}[0-9])+!"), SamplingParams(temperature=1.0, seed=5)
     engine = chatty()
-    whole = begin(engine, guidance, sampling=sampling)
+    whole = begin(engine, spec, sampling=sampling)
     finish(engine)
     said = whole.tokens[len(PROMPT) :]
     for cut in range(len(said)):
         other = chatty()
         options = {"sampling": sampling, "resumed_tokens": cut}
-        resumed = begin(other, guidance, PROMPT + said[:cut], **options)
+        resumed = begin(other, spec, PROMPT + said[:cut], **options)
         finish(other)
         assert (resumed.tokens, resumed.finish_reason) == (whole.tokens, whole.finish_reason)
 
@@ -343,11 +343,11 @@ patterns = st.recursive(
 
 def test_before_its_trigger_a_grammar_lets_every_token_through_and_then_no_wrong_one() -> None:
     grammar = 'start: TEXT | begun "12" "x"*\nbegun[lazy]: TEXT "!a"\nTEXT: /(.|\\n)*/\n'
-    guidance = Guidance(GuidanceKind.LARK, grammar, trigger="!a")
+    spec = GrammarSpec(GrammarKind.LARK, grammar, trigger="!a")
     grammars = Grammars(letters, 64, frozenset({EOS}))
     for text in ("", "ab", "z no", "!", "a!", "!a", "!a1", "!a12", "x!a12xx"):
-        free = grammars.cursor(guidance)
-        masked = grammars.cursor(dataclasses.replace(guidance, trigger=""))
+        free = grammars.cursor(spec)
+        masked = grammars.cursor(dataclasses.replace(spec, trigger=""))
         wanted = allowed(masked, encode(text))
         if text.endswith("!") or "!a" in text:
             assert (allowed(free, encode(text)) == wanted).all()
@@ -357,8 +357,8 @@ def test_before_its_trigger_a_grammar_lets_every_token_through_and_then_no_wrong
 
 def test_what_is_no_text_may_come_before_a_trigger() -> None:
     """Without a mask the model can choose a control token, or an id without a token."""
-    guidance = Guidance(GuidanceKind.LARK, 'start: begun "x"\nbegun[lazy]: /(.|\\n)*/ "!a"\n', trigger="!a")
-    cursor = Grammars(letters, 64, frozenset({EOS})).cursor(guidance)
+    spec = GrammarSpec(GrammarKind.LARK, 'start: begun "x"\nbegun[lazy]: /(.|\\n)*/ "!a"\n', trigger="!a")
+    cursor = Grammars(letters, 64, frozenset({EOS})).cursor(spec)
     assert np.flatnonzero(allowed(cursor, [IDS["b"], 0, 63, IDS["!a"]])).tolist() == [IDS["x"]]
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 from llguidance import LLMatcher
 
-from engine_actor.errors import GuidanceFailed
+from engine_actor.errors import GrammarFailed
 from engine_actor.sampling.logits_processors import Bits, bytes_of_bits
 from engine_actor.sampling.vocabulary import Words
 
@@ -38,7 +38,7 @@ class Cursor:
     def __init__(
         self, matcher: LLMatcher, renewed: Callable[[], LLMatcher | None], words: Words, trigger: bytes
     ) -> None:
-        """`trigger`: see Guidance."""
+        """`trigger`: see GrammarSpec."""
         self._renewed: Callable[[], LLMatcher | None] | None = renewed
         self._words = words
         self._trigger = trigger
@@ -59,10 +59,10 @@ class Cursor:
 
     def mask(self, answer: Sequence[int]) -> Bits | None:
         """Which tokens may follow; None: any. It is the cursor's own, and holds until the next call. `answer`: all
-        committed tokens of it, which go on from those given before. Raises GuidanceFailed, now and for ever, where the
+        committed tokens of it, which go on from those given before. Raises GrammarFailed, now and for ever, where the
         library gives up (F291), or the grammar takes the engine too much time."""
         begun = time.thread_time()
-        with panics_as(GuidanceFailed):
+        with panics_as(GrammarFailed):
             self._advance(answer)
             if self._matcher.is_error() and self._renewed is not None:
                 # Copies of a matcher share the automaton of its lexer, and one that is full fails in each of them.
@@ -72,10 +72,10 @@ class Cursor:
                     self._start(other)
                     self._advance(answer)
         if self._matcher.is_error():
-            raise GuidanceFailed(said_shortly(self._matcher.get_error()))
+            raise GrammarFailed(said_shortly(self._matcher.get_error()))
         self._spent += time.thread_time() - begun
         if self._spent > SECONDS_A_TURN + SECONDS_AN_ENTRY * len(self._words.tokens) * self._read:
-            raise GuidanceFailed(f"it took {self._spent:.1f} s to find out what may follow {self._read} tokens")
+            raise GrammarFailed(f"it took {self._spent:.1f} s to find out what may follow {self._read} tokens")
         return None if self._free else self._bits
 
     def _advance(self, answer: Sequence[int]) -> None:
