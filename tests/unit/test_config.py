@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.config import AppArgs, describe_errors
+from serve_app.config_table import groups, markdown
 from serve_app.config_values import parse_memory
 from serve_app.ingress.settings import IngressSettings, SamplingDefaults
 
@@ -115,9 +116,11 @@ def test_the_served_name_is_the_known_name_or_that_of_the_file(tmp_path: Path) -
     assert AppArgs(model="smollm2", served_model_name="chat").model_name() == "chat"
 
 
-def test_the_guide_describes_every_field() -> None:
-    guide = (Path(__file__).parents[2] / "serve_app" / "README.md").read_text("utf-8")
-    assert [name for name in AppArgs.model_fields if f"| `{name}` |" not in guide] == []
+def test_the_guide_of_the_configuration_is_what_the_fields_say() -> None:
+    guide = (Path(__file__).parents[2] / "serve_app" / "docs" / "configuration.md").read_text("utf-8")
+    assert guide.endswith(markdown()), "write it anew: moorage config --markdown"
+    assert all(field.description for field in AppArgs.model_fields.values())
+    assert sorted(name for names in groups().values() for name in names) == sorted(AppArgs.model_fields)
 
 
 def test_every_limit_of_the_front_door_is_the_operators() -> None:

@@ -319,7 +319,7 @@ def test_limits_come_from_the_environment_by_their_names() -> None:
 
 
 def test_the_guide_names_every_limit_and_its_default() -> None:
-    guide = (Path(__file__).parents[3] / "serve_app" / "README.md").read_text("utf-8")
+    guide = (Path(__file__).parents[3] / "serve_app" / "docs" / "operations.md").read_text("utf-8")
     for limit in dataclasses.fields(ProxyLimits):
         assert f"| `{variable(limit.name)}` | {limit.default}" in guide
 

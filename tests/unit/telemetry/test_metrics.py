@@ -274,7 +274,7 @@ async def test_the_summary_comes_once_an_interval_and_only_after_work(caplog: py
 def test_names_are_what_prometheus_and_ray_take_and_the_guide_lists_them_all() -> None:
     names = [metric.name for metric in m.METRICS]
     assert len(set(names)) == len(names) > 20
-    guide = (Path(__file__).parents[3] / "serve_app" / "README.md").read_text("utf-8")
+    guide = (Path(__file__).parents[3] / "serve_app" / "docs" / "operations.md").read_text("utf-8")
     for name in names:
         assert re.fullmatch(r"(vllm|moorage)_[a-z0-9_]+", name)
         assert f"`{name}`" in guide, name
