@@ -1,4 +1,4 @@
-"""What must hold between steps, over requests and memory together (PARITY K). Linear in requests and blocks."""
+"""What must hold between steps, over requests and memory together (F181 to F188). Linear in requests and blocks."""
 
 from __future__ import annotations
 

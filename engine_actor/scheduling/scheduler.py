@@ -1,6 +1,6 @@
 """Decides one step: who takes part, in which order, with how many tokens. Planning changes nothing (F096).
 
-Order without fairness bounds, exactly that of S0: residents in resident order, then the queue in order of submission;
+The plain order, without fairness bounds (F084, F086): residents in resident order, then the queue as it was submitted;
 of these, decodes first, then prefills, both stable. With bounds (FairnessBounds):
 
     1. rows that were overtaken or passed over too often, then decodes (in turn, if not all fit), then prefills

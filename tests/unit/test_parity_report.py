@@ -61,6 +61,12 @@ def test_every_number_that_the_product_cites_is_explained() -> None:
     assert sorted(where for where in cited if where[0] not in BEHAVIOURS.sentences) == []
 
 
+def test_the_product_cites_numbers_and_no_document_that_is_not_here() -> None:
+    """S0, S1 and S3 are short names of documents that only the authors of BEHAVIOURS.md had."""
+    named = re.compile(r"\b(?:S[013]|PARITY)\b")
+    assert [str(path.relative_to(ROOT)) for path in sources() if named.search(path.read_text("utf-8"))] == []
+
+
 def test_absent_behaviours_are_explained() -> None:
     assert set(ABSENT) <= set(BEHAVIOURS.sentences) and all(ABSENT.values())
 
