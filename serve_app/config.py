@@ -346,10 +346,11 @@ class AppArgs(RequestLimits):
 
 
 def describe_errors(error: ValidationError) -> list[str]:
-    """One line a field: its name, what is wrong, and the value unless the field holds secrets."""
+    """One line a field: its name, what is wrong, and the value unless the field holds secrets or the line has it."""
     lines = []
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]) or "arguments"
-        shown = "" if "api_key" in name or item["type"] == "missing" else f" (got {item['input']!r})"
-        lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{shown}")
+        name, message = ".".join(str(part) for part in item["loc"]) or "arguments", item["msg"]
+        value = repr(item["input"])
+        hidden = "api_key" in name or item["type"] == "missing" or value in message
+        lines.append(f"{name}: {message.removeprefix('Value error, ')}{'' if hidden else f' (got {value})'}")
     return lines

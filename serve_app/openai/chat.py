@@ -29,7 +29,7 @@ from serve_app.text.token_bytes import TokenBytes
 def chat_router(services: Services) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
+    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, "chat", services.desk, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await respond(request, services, _parse, _prepare)
 

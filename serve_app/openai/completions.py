@@ -31,7 +31,9 @@ _OPENING_CHARACTERS, _OPENING_TOKENS = 256, 64
 def completions_router(services: Services) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True))
+    @router.post(
+        "/v1/completions", openapi_extra=json_body(CompletionRequest, "completion", services.desk, streams=True)
+    )
     async def completions(request: Request) -> Response:
         return await respond(request, services, _parse, _prepare)
 

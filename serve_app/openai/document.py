@@ -7,6 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from serve_app.openai.desk import Desk
+from serve_app.openai.narrowing import CAVEAT, narrow
+
 
 class ErrorDetail(BaseModel):
     message: str
@@ -25,13 +28,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def json_body(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """For `openapi_extra`: the body of a route is an object of this model. `streams`: so may be the answer."""
+def json_body(model: type[BaseModel], kind: str, desk: Desk, *, streams: bool = False) -> dict[str, Any]:
+    """For `openapi_extra`: the body of a route is an object of this model, as far as `narrow` lets it be. `streams`: so
+    may be the answer."""
     schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    operation: dict[str, Any] = {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
-    }
+    schema = _inlined(schema, schema.pop("$defs", {}))
+    narrow(schema, kind, desk)
+    body = {"required": True, "description": CAVEAT, "content": {"application/json": {"schema": schema}}}
+    operation: dict[str, Any] = {"requestBody": body}
     if streams:
         content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {}}}
         operation["responses"] = {"200": {"description": "The answer, whole or as events", "content": content}}

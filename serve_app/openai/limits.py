@@ -38,8 +38,8 @@ def check_lengths(content: Mapping[str, object], settings: IngressSettings) -> N
             raise too_many(name, len(value), most, things)
     prompt = content.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], str | list)
-    if isinstance(prompt, list) and several and len(prompt) > _most_prompts(settings):
-        raise too_many("prompt", len(prompt), _most_prompts(settings), "prompts")
+    if isinstance(prompt, list) and several and len(prompt) > most_prompts(settings):
+        raise too_many("prompt", len(prompt), most_prompts(settings), "prompts")
 
 
 def check_generation(body: GenerationRequest, settings: IngressSettings, vocab_size: int) -> None:
@@ -98,7 +98,7 @@ def too_many(param: str, count: int, most: int, things: str) -> ApiError:
     return bad_value(param, f"at most {most} {things} are allowed, not {count}")
 
 
-def _most_prompts(settings: IngressSettings) -> int:
+def most_prompts(settings: IngressSettings) -> int:
     """More than can be open at a time would be told to come back for ever."""
     most = min(settings.max_prompts, settings.max_turns)
     return most if settings.max_turns_per_key is None else min(most, settings.max_turns_per_key)

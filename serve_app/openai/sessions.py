@@ -56,7 +56,7 @@ def sessions_router(services: Services) -> APIRouter:
             raise _not_found()
         return {"id": checked, "object": "session.deleted", "deleted": True}
 
-    @router.post("/v1/sessions/{session_id:path}/fork", openapi_extra=json_body(ForkRequest))
+    @router.post("/v1/sessions/{session_id:path}/fork", openapi_extra=json_body(ForkRequest, "fork", services.desk))
     async def fork(request: Request, session_id: str, cache_salt: str | None = None) -> dict[str, object]:
         content = json_object(await read_body(request, min(services.settings.max_body_bytes, _MOST_FORK_BYTES)))
         source = checked_session_id(session_id, "session_id", services.settings)

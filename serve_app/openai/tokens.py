@@ -44,12 +44,12 @@ def tokens_router(services: Services) -> APIRouter:
     router = APIRouter()
     most_bytes = services.settings.max_body_bytes
 
-    @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+    @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest, "tokenize", services.desk))
     async def tokenize(request: Request) -> Response:
         data, limit = await read_body(request, most_bytes), await services.context_limit()
         return _json(await read_here_or_aside(request, services, len(data), _tokenize, data, limit))
 
-    @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+    @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest, "detokenize", services.desk))
     async def detokenize(request: Request) -> Response:
         data = await read_body(request, most_bytes)
         return _json(await read_here_or_aside(request, services, len(data), _detokenize, data))

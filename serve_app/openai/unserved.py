@@ -123,10 +123,9 @@ def _refuse(content: Mapping[str, object], table: Mapping[str, tuple[object, ...
         value = _value(content, name)
         # Types are compared too: true is no 1, and "1" is no number.
         if value is not None and not any(value == ok and type(value) is type(ok) for ok in harmless):
-            # A default like 0.0 stands beside its 0 and need not be named twice.
-            shown = [ok for i, ok in enumerate(harmless) if ok not in harmless[:i]]
-            accepted = f", or set it to {' or '.join(map(json.dumps, shown))}" if shown else ""
-            raise not_supported(name, "remove it" + accepted)
+            # Of several values that mean "not used" the one that is of the kind that was sent.
+            alike = next((ok for ok in harmless if type(ok) is type(value)), None)
+            raise not_supported(name, "remove it" if alike is None else f"remove it, or set it to {json.dumps(alike)}")
 
 
 def _value(content: Mapping[str, object], name: str) -> object:
@@ -136,3 +135,7 @@ def _value(content: Mapping[str, object], name: str) -> object:
     if not dot:
         return value
     return value.get(inner) if isinstance(value, dict) else None
+
+
+UNSERVED = {"chat": _CHAT, "completion": _COMPLETION, "responses": _RESPONSES, "tokenize": _TOKENIZE}
+"""By the kind of body, for the document of the API."""

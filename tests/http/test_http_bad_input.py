@@ -373,8 +373,11 @@ def test_no_json_gets_a_500(server: Server, fields: dict[str, Any], path: str, v
         (
             CHAT,
             {"functions": [{}]},
-            '`functions` is not supported by this server: remove it, or set it to [] or {} or "".',
+            "`functions` is not supported by this server: remove it, or set it to [].",
         ),
+        (CHAT, {"functions": {"a": 1}}, "`functions` is not supported by this server: remove it, or set it to {}."),
+        (CHAT, {"functions": 5}, "`functions` is not supported by this server: remove it."),
+        (CHAT, {"length_penalty": 2}, "`length_penalty` is not supported by this server: remove it, or set it to 1."),
         (CHAT, {"audio": {}}, "`audio` is not supported by this server: remove it."),
         (COMPLETIONS, {"prompt": ["a", 5]}, "prompt.1: must be a string or a list of token ids"),
         (COMPLETIONS, {"prompt": [49152]}, "prompt must have token ids from 0 to 49151, not 49152"),

@@ -59,6 +59,14 @@ def test_keys_come_from_arguments_file_and_environment(tmp_path: Path, monkeypat
     assert loaded == ["key-argument", "key-from-file", "key-environment"]
 
 
+def test_a_value_is_said_once() -> None:
+    for field, value in (("kv_memory", "lots"), ("allowed_origins", "a.example"), ("replicas", -1), ("device", "tpu")):
+        with pytest.raises(ValidationError) as caught:
+            AppArgs.model_validate({"model": "m", field: value})
+        (line,) = describe_errors(caught.value)
+        assert line.count(str(value)) == 1, line
+
+
 def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     args = AppArgs(model="m", api_keys=("secret-key-1",))
     assert "secret-key-1" not in f"{args!r} {args} {args.model_dump_json()} {args.load_api_keys()}"

@@ -17,6 +17,19 @@ from serve_app.openai.tools import FlatTool, FlatToolChoice, Function
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
 
+_METADATA_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"maxLength": _MAX_METADATA_KEY},
+            "additionalProperties": {"type": "string", "maxLength": _MAX_METADATA_VALUE},
+            "maxProperties": _MAX_METADATA,
+        },
+        {"type": "null"},
+    ]
+}
+
+
 def _metadata(value: object) -> object:
     if isinstance(value, dict):
         if len(value) > _MAX_METADATA:
@@ -66,7 +79,7 @@ class ResponsesRequest(CallingRequest):
     reasoning: WantedReasoning | None = None
     include: Annotated[list[_Include], Field(fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_metadata)] = None
+    metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_metadata), WithJsonSchema(_METADATA_SCHEMA)] = None
 
     @property
     def token_limit(self) -> int | None:

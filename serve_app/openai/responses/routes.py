@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_app.ingress.body import read_body
-from serve_app.ingress.errors import ApiError, bad_value, not_supported
+from serve_app.ingress.errors import ApiError, bad_value, not_supported, unknown_url
 from serve_app.ingress.request_log import record_of
 from serve_app.openai.answer import TurnResponse
 from serve_app.openai.document import json_body
@@ -24,7 +24,7 @@ def responses_router(services: Services) -> APIRouter:
     router = APIRouter()
     settings = services.settings
 
-    @router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest, streams=True))
+    @router.post("/v1/responses", openapi_extra=json_body(ResponsesRequest, "responses", services.desk, streams=True))
     async def create(request: Request) -> Response:
         record = record_of(request.scope)
         services.slots.check(record.tenant)
@@ -59,6 +59,11 @@ def responses_router(services: Services) -> APIRouter:
         if not await services.store.delete(record_of(request.scope).tenant, response_id):
             raise _not_found(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
+
+    # Only GET and DELETE know an id there, so what is posted is another endpoint of the API, which this server lacks.
+    @router.post("/v1/responses/{name}", include_in_schema=False)
+    async def unknown(request: Request, name: str) -> Response:
+        raise unknown_url(f"POST {request.url.path}")
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
