@@ -171,8 +171,11 @@ def remove_application(session: RaySession) -> None:
         serve.shutdown()
 
 
-def disconnect() -> None:
-    """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined."""
+def disconnect(*, lost: bool = False) -> None:
+    """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined. `lost`: that
+    Ray is, so that its processes would wait for each other."""
+    if lost:
+        _kill(psutil.Process().children(recursive=True))
     _shut_down(frozenset(), patience=_END_SECONDS)
 
 
@@ -185,7 +188,11 @@ def _shut_down(others: Collection[psutil.Process], *, patience: float) -> None:
     processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
     ray.shutdown()
     _, left = psutil.wait_procs(processes, timeout=patience)
-    for process in left:
+    _kill(left)
+    psutil.wait_procs(left, timeout=_END_SECONDS)
+
+
+def _kill(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=_END_SECONDS)

@@ -307,7 +307,7 @@ def _stop(session: RaySession, *, answering: bool, lost: bool) -> None:
         draining.start()
         while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:
             draining.join(0.1)
-    disconnect()
+    disconnect(lost=lost)
     say("stopped")
 
 
