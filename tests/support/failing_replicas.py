@@ -124,7 +124,8 @@ class Replicas:
         self.calls: list[Call] = []
         self.signs: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
-        known_replicas(self.app_name, self.deployment_name).set_running("abcdefgh")
+        for running in ("", "abcdefgh"):  # the first forgets who was silent in the test before
+            self.known.set_running(running)
 
     @property
     def known(self) -> KnownReplicas:
