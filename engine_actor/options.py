@@ -106,11 +106,14 @@ class GrammarKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """The grammar that an answer follows: its text, and what that is written in. `trigger`: until the answer has this
-    text any token may come, which the grammar must allow; so most steps of such an answer need no mask."""
+    text any token may come, which the grammar must allow; so most steps of such an answer need no mask. `writes_json`:
+    what comes, from the trigger on, has quotes and brackets as those of JSON alone; so no key of an object comes
+    twice."""
 
     kind: GrammarKind
     data: str
     trigger: str = ""
+    writes_json: bool = False
 
     def __post_init__(self) -> None:
         if not self.kind or not self.data:

@@ -17,6 +17,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from engine_actor.errors import GrammarFailed
+from engine_actor.sampling.json_keys import KeyTokens, KeyWatch
 from engine_actor.sampling.logits_processors import Bits, bytes_of_bits
 from engine_actor.sampling.vocabulary import Words
 
@@ -33,21 +34,40 @@ class Cursor:
     """`renewed` is asked once, where the library gives up: for another matcher at its start that shares nothing with
     others, or None."""
 
-    __slots__ = ("_awaited", "_bits", "_matcher", "_read", "_renewed", "_spent", "_tail", "_trigger", "_words")
+    __slots__ = (
+        "_awaited",
+        "_bits",
+        "_keys",
+        "_matcher",
+        "_read",
+        "_renewed",
+        "_spent",
+        "_tail",
+        "_trigger",
+        "_watch",
+        "_words",
+    )
 
     def __init__(
-        self, matcher: LLMatcher, renewed: Callable[[], LLMatcher | None], words: Words, trigger: bytes
+        self,
+        matcher: LLMatcher,
+        renewed: Callable[[], LLMatcher | None],
+        words: Words,
+        trigger: bytes,
+        keys: KeyTokens | None,
     ) -> None:
-        """`trigger`: see GrammarSpec."""
+        """`trigger`: see GrammarSpec. `keys`: those of the vocabulary, where the answer is JSON."""
         self._renewed: Callable[[], LLMatcher | None] | None = renewed
         self._words = words
         self._trigger = trigger
+        self._keys = keys
         self._spent = 0.0  # seconds of processor time
         self._bits = np.zeros(bytes_of_bits(len(words.tokens)), np.uint8)  # F292
         self._start(matcher)
 
     def _start(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._watch = None if self._keys is None else KeyWatch(self._keys)
         self._awaited = self._trigger  # empty once the answer has it
         self._tail = b""  # as much of the answer's end as may begin the trigger
         self._read = 0
@@ -85,6 +105,8 @@ class Cursor:
         self._read = len(answer)
         if not self._free:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            if self._watch is not None:
+                self._watch.restrict(self._bits)
 
     @property
     def _free(self) -> bool:
@@ -94,6 +116,8 @@ class Cursor:
     def _read_one(self, token: int) -> None:
         if not self._awaited:
             self._matcher.consume_token(token)
+            if self._watch is not None and token not in self._words.special:
+                self._watch.read(self._words.tokens[token])
             return
         text = self._words.tokens[token]
         if not text or token in self._words.special:
@@ -101,6 +125,8 @@ class Cursor:
         self._matcher.consume_token(token)
         tail = self._tail + text
         if self._awaited in tail:
+            if self._watch is not None:
+                self._watch.read(tail.partition(self._awaited)[2])
             self._awaited = b""
             return
         longest = min(len(tail), len(self._awaited) - 1)

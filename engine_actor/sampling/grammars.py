@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from engine_actor.errors import UnusableGrammar
 from engine_actor.options import GrammarKind, GrammarSpec
 from engine_actor.sampling.grammar_cursor import Cursor, panics_as, said_shortly
+from engine_actor.sampling.json_keys import KeyTokens
 from engine_actor.sampling.schema_numbers import unkept_in_lark, unkept_number
 from engine_actor.sampling.vocabulary import Vocabulary, Words
 
@@ -81,6 +82,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._words: Words | None = None
+        self._keys: KeyTokens | None = None
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()  # held for moments only: of what follows
@@ -141,7 +143,9 @@ class Grammars:
         """Raises UnusableGrammar as `compile` does."""
         grammar = self.compile(spec)
         assert self._words is not None
-        return Cursor(grammar.matcher.deep_copy(), lambda: self._renewed(grammar), self._words, spec.trigger.encode())
+        keys = self._keys if spec.writes_json or spec.kind is GrammarKind.JSON_SCHEMA else None
+        matcher, trigger = grammar.matcher.deep_copy(), spec.trigger.encode()
+        return Cursor(matcher, lambda: self._renewed(grammar), self._words, trigger, keys)
 
     def _renewed(self, grammar: Grammar) -> LLMatcher | None:
         """Another copy of it, with an automaton of its own. Not if that takes longer than a step: then only turns that
@@ -161,6 +165,7 @@ class Grammars:
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 self._words = Words(vocabulary(), self._vocab_size, self._eos[0])
+                self._keys = KeyTokens(self._words.tokens, self._words.special)
                 wrapper = TokenizerWrapper(self._words)
                 self._tokenizer = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=self._eos)
             return self._tokenizer

@@ -171,9 +171,11 @@ def calling_grammar(
     more = f"({_quoted(chr(10) + OPENING)} call)*" if several else ""
     if must or text_schema is not None:
         text = "" if must or text_schema is None else f" | %json {text_schema}"
-        return GrammarSpec(GrammarKind.LARK, f"start: {_quoted(OPENING)} call {more}{text}\ncall: {calls}\n")
+        grammar = f"start: {_quoted(OPENING)} call {more}{text}\ncall: {calls}\n"
+        return GrammarSpec(GrammarKind.LARK, grammar, writes_json=True)
     text = f"begun[lazy]: TEXT {_quoted(OPENING)}\nTEXT: /(.|\\n)*/\n"
-    return GrammarSpec(GrammarKind.LARK, f"start: TEXT | begun call {more}\ncall: {calls}\n{text}", trigger=OPENING)
+    grammar = f"start: TEXT | begun call {more}\ncall: {calls}\n{text}"
+    return GrammarSpec(GrammarKind.LARK, grammar, trigger=OPENING, writes_json=True)
 
 
 def _head(name: str) -> str:

@@ -128,7 +128,7 @@ def test_draining_events_one_by_one_moves_no_cursor() -> None:
 
 @pytest.mark.parity("F286")
 def test_there_is_no_option_for_forced_tokens() -> None:
-    assert {field.name for field in dataclasses.fields(GrammarSpec)} == {"kind", "data", "trigger"}
+    assert {field.name for field in dataclasses.fields(GrammarSpec)} == {"kind", "data", "trigger", "writes_json"}
 
 
 @pytest.mark.parity("F287")
