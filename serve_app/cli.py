@@ -24,6 +24,25 @@ models_app = typer.Typer(help="The models that are known by name: what they are,
 app.add_typer(models_app, name="models")
 
 Url = Annotated[str, typer.Option(help="Where the server is.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A known name (`moorage models`), a Hugging Face folder or a GGUF file. [default: smollm2]"),
+]
+Replicas = Annotated[int | None, typer.Option(help="Engine replicas. [default: 1]")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. [default: bfloat16]")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Of quantized files: auto, stored (kept in 4 or 8 bits) or expanded. [default: auto]"),
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
+KvMemory = Annotated[
+    str | None, typer.Option(help="KV cache: a share of free memory (0.3) or bytes (2GiB). [default: 0.3]")
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest sequence, answer included. [default: the model's context]")
+]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="A file with one key a line.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file with fields of AppArgs; flags win over it.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
 
 
@@ -44,30 +63,20 @@ def moorage(
 
 @app.command()
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A known name (`moorage models`), a Hugging Face folder or a GGUF file. [default: smollm2]"),
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engine replicas. [default: 1]")] = None,
+    model: Model = None,
+    replicas: Replicas = None,
     host: Annotated[str, typer.Option(help="Address to serve on; beyond loopback an API key is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve on.")] = 8000,
     backend: Annotated[str | None, typer.Option(help="What runs the model: torch. [default: torch]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. [default: bfloat16]")] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(help="Of quantized files: auto, stored (kept in 4 or 8 bits) or expanded. [default: auto]"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    device: Device = None,
     numerics: Annotated[
         str | None,
         typer.Option(help="exact: a token is the same in any batch; fast: near ties may differ. [default: exact]"),
     ] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="KV cache: a share of free memory (0.3) or bytes (2GiB). [default: 0.3]")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence, answer included. [default: the model's context]")
-    ] = None,
+    kv_memory: KvMemory = None,
+    max_model_len: MaxModelLen = None,
     max_batch_size: Annotated[int | None, typer.Option(help="Sequences in one step. [default: 32]")] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Conversations kept resident. [default: 256]")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a replica. [default: cores / replicas]")] = None,
@@ -77,7 +86,7 @@ def serve(
         list[str] | None,
         typer.Option(help="A key that clients may use; repeat it for more. Others see it in `ps`: prefer a file."),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key a line.")] = None,
+    api_key_file: ApiKeyFile = None,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(help="Web origin whose pages may use the server, such as http://localhost:3000; repeat for more."),
@@ -85,7 +94,7 @@ def serve(
     log_format: Annotated[str | None, typer.Option(help="Logs of the processes: text or json. [default: text]")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate chain: serve HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, without a password.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with fields of AppArgs; flags win over it.")] = None,
+    config: Config = None,
     address: Annotated[
         str | None,
         typer.Option(help="Join this Ray cluster (`auto`, or host:port) instead of starting one of our own."),
@@ -94,9 +103,11 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API until Ctrl-C.
 
-    Fetches the model if need be, starts a Ray of its own (or joins one with --address), and prints one
-    `ready` line with a request to paste. Ctrl-C stops what it started and nothing else. Keys may also come
-    from MOORAGE_API_KEYS.
+    Fetches the model if need be, checks that it can be served here, starts a Ray of its own (or joins one with
+    --address), and prints one `ready` line with a request to paste. Ctrl-C or SIGTERM stops what it started and nothing
+    else, also while it starts. Keys may also come from MOORAGE_API_KEYS. Every field of --config: `moorage config`.
+
+    Exit codes: 0 it was stopped; 1 it failed; 2 it was asked for what cannot be.
     """
     from serve_app.commands.serve import ServeOptions, run
 
@@ -166,26 +177,37 @@ def models_fetch(name: Annotated[str, typer.Argument(help="One of the names that
 
 @app.command()
 def doctor(
+    model: Model = None,
+    replicas: Replicas = None,
     host: Annotated[str, typer.Option(help="Address to check.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to check.")] = 8000,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    device: Device = None,
+    kv_memory: KvMemory = None,
+    max_model_len: MaxModelLen = None,
+    api_key_file: ApiKeyFile = None,
+    config: Config = None,
 ) -> None:
-    """Check this machine: versions, devices, kernels, ports, memory. Exit code 1 if serving would fail."""
-    from serve_app.commands.doctor import run
+    """Check whether `moorage serve` with these flags would work on this machine, and how well.
 
-    raise typer.Exit(run(host, port))
-
-
-@app.command()
-def config(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As tables in Markdown: the guide's own.")] = False,
-) -> None:
-    """Show every field that a config file may have, with its default and its meaning.
-
-    They are the `args:` of a Serve config file and the keys of `moorage serve --config FILE`.
+    Looks at versions, devices, kernels and one product of each type, the port, memory, disk, the model's files with
+    their tokenizer and template, and keys. Starts nothing and fetches nothing. Exit code 1 if serving would fail.
     """
-    from serve_app.commands.config import run
+    from serve_app.commands.doctor import Options, run
 
-    raise typer.Exit(run(as_markdown=markdown))
+    flags: dict[str, Any] = {
+        "model": model,
+        "replicas": replicas,
+        "dtype": dtype,
+        "weights": weights,
+        "device": device,
+        "kv_memory": kv_memory,
+        "max_model_len": max_model_len,
+        "api_key_file": api_key_file,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    raise typer.Exit(run(Options(host, port, config, given)))
 
 
 @app.command("drain-node")

@@ -142,9 +142,13 @@ def resolve_model(model: str, *, progress: Progress | None = None) -> Path:
         if not (path / "config.json").is_file():
             raise NoSuchModel(f"model folder {str(path)!r} has no config.json, so it is no Hugging Face model")
         return path
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise NoSuchModel(f"model file {str(path)!r} is not GGUF; a safetensors model is given as its folder")
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(4)
+    except OSError as error:
+        raise NoSuchModel(f"model file {str(path)!r} cannot be read: {error.strerror or error}") from error
+    if beginning != b"GGUF":
+        raise NoSuchModel(f"model file {str(path)!r} is not GGUF; a safetensors model is given as its folder")
     return path
 
 

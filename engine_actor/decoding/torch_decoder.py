@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_actor.decoding.decoder import Int64, PackedStep
-from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption, UnsupportedModel
-from engine_actor.manifest import DecoderManifest, PagedState
+from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption
+from engine_actor.manifest import DecoderManifest
 from engine_actor.memory.layout import PoolGeometry
 from engine_actor.models.rotary_table import RotaryTable
 from engine_actor.models.step_tensors import StepTensors
 from engine_actor.models.transformer import Transformer
 from engine_actor.weights.checkpoint import Progress
-from engine_actor.weights.config import ModelConfig
+from engine_actor.weights.header import require_head_size
 from engine_actor.weights.opening import open_checkpoint
 from kernels import native
 from kernels.block_copy import copy_blocks
@@ -29,8 +29,6 @@ WEIGHTS = ("auto", "stored", "expanded")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # numpy has no bfloat16.
 _PLAIN = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
-# What the attention kernels can take.
-_HEAD_MULTIPLE, _MAX_HEAD_SIZE = 8, 256
 _CACHE_LINE = 64
 MAX_DRAFT_TOKENS = 16
 
@@ -46,12 +44,7 @@ class TorchDecoder:
             vocab_size=config.vocab_size,
             context_length=config.context_length,
             eos_token_ids=config.eos_token_ids,
-            paged=PagedState(
-                layers=tuple(range(config.layers)),
-                kv_heads=config.kv_heads,
-                head_size=config.head_size,
-                element_bytes=dtype.itemsize,
-            ),
+            paged=config.paged_state(dtype.itemsize),
             # Only where a row is the same in any company does a verified draft say what decoding would have said.
             max_draft_tokens=MAX_DRAFT_TOKENS if self.row_invariant else 0,
             cache_identity=f"{model.fingerprint} {dtype}",
@@ -80,7 +73,7 @@ class TorchDecoder:
         where = _choose_device(device)
         as_stored = _choose_stored(weights, where)
         checkpoint = open_checkpoint(path, progress)
-        _check_head_size(str(path), checkpoint.config)
+        require_head_size(str(path), checkpoint.config)
         with torch.inference_mode():
             model = Transformer(checkpoint, _DTYPES[dtype], where, as_stored)
         return TorchDecoder(model, where, _DTYPES[dtype])
@@ -225,9 +218,3 @@ def _choose_stored(weights: str, device: torch.device) -> bool:
     if not available:
         raise InvalidOption("weights", weights, f"'auto' or 'expanded' where there are no native kernels: {reason}")
     return True
-
-
-def _check_head_size(path: str, config: ModelConfig) -> None:
-    size = config.head_size
-    if size % _HEAD_MULTIPLE or size > _MAX_HEAD_SIZE:
-        raise UnsupportedModel(path, f"head size {size}: multiples of {_HEAD_MULTIPLE} up to {_MAX_HEAD_SIZE} can run")

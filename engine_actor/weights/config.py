@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_actor.manifest import PagedState
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -75,3 +77,12 @@ class ModelConfig:
                 raise ValueError(f"rope theta must be positive, not {rope.theta!r}")
             if rope.divisors and (len(rope.divisors) != self.head_size // 2 or min(rope.divisors) <= 0):
                 raise ValueError(f"rope divisors must be {self.head_size // 2} positive numbers, not {rope.divisors}")
+
+    def paged_state(self, element_bytes: int) -> PagedState:
+        """Keys and values of all layers, of elements of this size."""
+        return PagedState(
+            layers=tuple(range(self.layers)),
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            element_bytes=element_bytes,
+        )

@@ -12,7 +12,6 @@ holds, times up to 5. What is left is the library's one rounding, that of adding
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,39 +19,13 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K, dequantize
 from numpy.typing import NDArray
 
+from engine_actor.weights.gguf_layouts import LAYOUTS, Bytes
 from kernels.quantized_linear import QuantizedMatrix
 
-Bytes = NDArray[np.uint8]
 # Elements expanded at once: the float32 intermediates of a block stay in the cache.
 _CHUNK = 1 << 18
 # The library expands 16 rows at a time; longer "rows" spare it most of its calls.
 _LIBRARY_ROWS = 16
-_ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
-_ZERO = np.zeros(2, np.uint8)
-# Twelve bytes that hold eight scales of 1 and eight minimums of 0 in six bits each.
-_K_ONES = np.array([1] * 4 + [0] * 4 + [1] * 4, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the scales of a block lie: first byte -> the bytes that make them 1, or the minimums 0."""
-
-    bits: int
-    group: int
-    neutral: dict[int, Bytes]
-
-
-_LAYOUTS = {
-    GGMLQuantizationType.Q4_0: _Layout(4, 32, {0: _ONE}),
-    GGMLQuantizationType.Q4_1: _Layout(4, 32, {0: _ONE, 2: _ZERO}),
-    GGMLQuantizationType.Q5_0: _Layout(8, 32, {0: _ONE}),
-    GGMLQuantizationType.Q5_1: _Layout(8, 32, {0: _ONE, 2: _ZERO}),
-    GGMLQuantizationType.Q8_0: _Layout(8, 32, {0: _ONE}),
-    GGMLQuantizationType.Q4_K: _Layout(4, 32, {0: _ONE, 2: _ZERO, 4: _K_ONES}),
-    GGMLQuantizationType.Q5_K: _Layout(8, 32, {0: _ONE, 2: _ZERO, 4: _K_ONES}),
-    GGMLQuantizationType.Q6_K: _Layout(8, 16, {192: np.ones(16, np.uint8), 208: _ONE}),
-}
-STORABLE = frozenset(_LAYOUTS)
 
 
 def expand(raw: Bytes, kind: GGMLQuantizationType) -> Iterator[NDArray[np.float32]]:
@@ -68,8 +41,8 @@ def expand(raw: Bytes, kind: GGMLQuantizationType) -> Iterator[NDArray[np.float3
 
 
 def as_stored(raw: Bytes, kind: GGMLQuantizationType, rows: int, columns: int) -> QuantizedMatrix:
-    """The blocks of a [rows, columns] matrix; kind: one of STORABLE."""
-    layout = _LAYOUTS[kind]
+    """The blocks of a [rows, columns] matrix; kind: one of LAYOUTS."""
+    layout = LAYOUTS[kind]
     codes = np.empty(rows * columns, np.int8)
     filled = 0
     for piece in _pieces(raw, kind):
@@ -97,7 +70,7 @@ def _scales(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[NDArray[np.float
     if kind in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K):
         factors, floors = Q4_K.get_scale_min(blocks[:, 4:16])
         return scales.astype(np.float32) * factors, -(minimums.astype(np.float32) * floors)
-    return scales, minimums if 2 in _LAYOUTS[kind].neutral else None
+    return scales, minimums if 2 in LAYOUTS[kind].neutral else None
 
 
 def _halves(blocks: Bytes, start: int) -> NDArray[np.float16]:

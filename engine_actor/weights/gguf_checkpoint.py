@@ -9,9 +9,10 @@ import torch
 
 from engine_actor.errors import UnsupportedModel
 from engine_actor.weights.checkpoint import Checkpoint, Progress
-from engine_actor.weights.gguf_blocks import STORABLE, as_stored, expand
+from engine_actor.weights.gguf_blocks import as_stored, expand
 from engine_actor.weights.gguf_config import read_config
 from engine_actor.weights.gguf_file import GgufFile, GgufTensor
+from engine_actor.weights.gguf_layouts import LAYOUTS
 from kernels.quantized_linear import QuantizedMatrix
 
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -70,7 +71,7 @@ class GgufCheckpoint(Checkpoint):
     def _load_stored(self, name: str) -> QuantizedMatrix | None:
         stored = self._stored[name]
         tensor = self._file.tensors[stored]
-        if tensor.kind not in STORABLE or len(tensor.shape) != 2:
+        if tensor.kind not in LAYOUTS or len(tensor.shape) != 2:
             return None
         matrix = as_stored(self._file.bytes_of(stored), tensor.kind, *tensor.shape)
         order = self._order(name, tensor.shape[0])

@@ -6,12 +6,12 @@ import fcntl
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from kernels import processor
+from kernels.compiler import BuildError, find_compiler
 
 SOURCES = Path(__file__).parents[1]
 # What all operations share lies beside this file.
@@ -28,26 +28,10 @@ def flags() -> tuple[str, ...]:
     return (*FLAGS, f"-march={processor.march()}")
 
 
-class BuildError(Exception):
-    """Why there is no library; the text is meant for the user."""
-
-
 def cache_folder() -> Path:
     """Where built libraries are kept: $MOORAGE_HOME/kernels, by default ~/.cache/moorage/kernels."""
     home = os.environ.get("MOORAGE_HOME")
     return (Path(home).expanduser() if home else Path.home() / ".cache" / "moorage") / "kernels"
-
-
-def find_compiler() -> str:
-    """The path of $CXX, else of the first of g++, c++ and clang++. Raises BuildError."""
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        path = shutil.which(name)
-        if path:
-            return path
-    raise BuildError(
-        f"CXX={wanted!r} is no program" if wanted else "no C++ compiler (g++, c++ or clang++) found; install one"
-    )
 
 
 def built_path() -> Path:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch  # noqa: F401  first, so that the library finds torch's OpenMP runtime loaded and takes it
 
-from kernels.native.build import BuildError, built_path
+from kernels.compiler import BuildError
+from kernels.native.build import built_path
 
 # Below so many elements a thread's wake-up costs more than its share of an elementwise operation.
 PARALLEL_ELEMENTS = 32768

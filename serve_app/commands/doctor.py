@@ -7,10 +7,11 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 from packaging.requirements import Requirement
@@ -19,34 +20,31 @@ from rich.table import Table
 
 from engine_actor.memory.free_memory import free_host_bytes
 from kernels.instruction_cap import VARIABLE, InvalidCap, requested_cap
+from serve_app.commands.arguments import StartFailed, read_args
 from serve_app.commands.console import console
+from serve_app.commands.findings import Finding, Mark
+from serve_app.commands.preflight import preflight, visible_gpus
 from serve_app.ingress.health import SERVER
-from serve_app.local_ports import BindRefused, reachable_address, require_free_port
-from serve_app.model_store import KNOWN_MODELS, cached_path, home
+from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
+from serve_app.model_store import KNOWN_MODELS, ModelStoreError, cached_path, home, resolve_model
 
 _RAM_NEEDED = 2 * 2**30  # Ray's own processes and one small model
 _DISK_NEEDED = 2**30
-_SHM_NEEDED = 256 * 2**20
-
-
-class Mark(StrEnum):
-    GOOD = "[green]ok[/]"
-    NOTE = "[yellow]note[/]"
-    BAD = "[bold red]no[/]"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """`NOTE` is slower or less than it could be; `BAD` means that `moorage serve` would fail."""
+class Options:
+    """What `moorage serve` would be given. `flags`: of AppArgs, those that were set."""
 
-    mark: Mark
-    what: str
-    detail: str
+    host: str
+    port: int
+    config: Path | None
+    flags: Mapping[str, Any]
 
 
-def run(host: str, port: int) -> int:
+def run(options: Options) -> int:
     """Prints the findings and a verdict. The exit code: 1 if any is bad."""
-    findings = [finding for check in checks(host, port) for finding in check()]
+    findings = [finding for check in checks(options) for finding in check()]
     table = Table(box=None, show_header=False)
     for overflow in ("ellipsis", "ellipsis", "fold"):  # a path is shown whole, on several lines if need be
         table.add_column(overflow=overflow)
@@ -64,8 +62,32 @@ def run(host: str, port: int) -> int:
     return 1 if bad else 0
 
 
-def checks(host: str, port: int) -> list[Callable[[], Iterator[Finding]]]:
-    return [_versions, _devices, _kernels, lambda: _port(host, port), _memory, _storage]
+def checks(options: Options) -> list[Callable[[], Iterator[Finding]]]:
+    devices, port = partial(_devices, options.flags.get("device")), partial(_port, options.host, options.port)
+    return [_versions, devices, _kernels, port, _memory, _storage, partial(_start, options)]
+
+
+def _start(options: Options) -> Iterator[Finding]:
+    """What `moorage serve` itself looks at before it starts anything."""
+    try:
+        args = read_args(options.config, options.flags)
+        keys = args.load_api_keys()
+        require_key_beyond_loopback(options.host, has_keys=bool(keys))
+    except (StartFailed, BindRefused, ValueError) as error:
+        yield Finding(Mark.BAD, "settings", str(error))
+        return
+    yield Finding(Mark.GOOD, "settings", f"model {args.model}, {len(keys)} API keys")
+    known = KNOWN_MODELS.get(args.model)
+    if known is not None and cached_path(known) is None:
+        size = f"{known.download_bytes / 1e6:.0f} MB"
+        yield Finding(Mark.NOTE, "model", f"{args.model} is not here yet; the first start fetches {size}")
+        return
+    try:
+        model = resolve_model(args.model)
+    except ModelStoreError as error:
+        yield Finding(Mark.BAD, "model", str(error))
+        return
+    yield from preflight(args, model)
 
 
 def _versions() -> Iterator[Finding]:
@@ -90,10 +112,15 @@ def _versions() -> Iterator[Finding]:
         )
 
 
-def _devices() -> Iterator[Finding]:
+def _devices(wanted: object) -> Iterator[Finding]:
+    """`wanted`: the flag."""
     import torch
 
-    if not torch.cuda.is_available():
+    gpus = visible_gpus()
+    if not torch.cuda.is_available() and gpus and torch.version.cuda is not None:
+        mark = Mark.BAD if wanted == "cuda" else Mark.NOTE
+        yield Finding(mark, "devices", f"{gpus[0].name} is there, and torch cannot use it: its driver may be too old")
+    elif not torch.cuda.is_available():
         yield Finding(Mark.GOOD, "devices", "CPU; no CUDA device")
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -155,10 +182,6 @@ def _memory() -> Iterator[Finding]:
     free = free_host_bytes()
     mark = Mark.GOOD if free >= _RAM_NEEDED else Mark.BAD
     yield Finding(mark, "memory", f"{free / 2**30:.1f} GiB free (at least {_RAM_NEEDED / 2**30:.0f})")
-    if Path("/dev/shm").is_dir():
-        shared = shutil.disk_usage("/dev/shm").free
-        mark = Mark.GOOD if shared >= _SHM_NEEDED else Mark.NOTE
-        yield Finding(mark, "shared memory", f"{shared / 2**30:.1f} GiB in /dev/shm (Ray's object store)")
 
 
 def _storage() -> Iterator[Finding]:

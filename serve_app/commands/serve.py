@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
 import threading
 import time
@@ -16,30 +14,25 @@ from types import FrameType
 from typing import Any
 
 import httpx
-import yaml
-from pydantic import ValidationError
 
 from kernels.instruction_cap import requested_cap
 from serve_app.cluster.proxy.limits import ProxyLimits
+from serve_app.commands.arguments import StartFailed, read_args
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
+from serve_app.commands.findings import Finding, Mark
 from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
 from serve_app.commands.port_claim import claim_port, strangers_on
+from serve_app.commands.preflight import CHAT, preflight
 from serve_app.commands.ray_address import BadAddress, require_address
 from serve_app.commands.ray_watch import RayLost, watch_until_gone
+from serve_app.commands.ready import curl, print_facts
 from serve_app.commands.tls import TlsFiles, tls_files
-from serve_app.config import AppArgs, describe_errors
+from serve_app.config import AppArgs
 from serve_app.local_ports import BindRefused, reachable_address, require_free_port, require_key_beyond_loopback
-from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel, resolve_model
-from serve_app.text.prompts import PromptBuilder
-from serve_app.text.tokenizer import load_tokenizer
+from serve_app.model_store import KNOWN_MODELS, ModelStoreError, NoSuchModel
 
-DEFAULT_MODEL = "smollm2"
 DRAIN_SECONDS = 30.0
 _SAME_SIGNAL_SECONDS = 1.0
-
-
-class StartFailed(Exception):
-    """The server could not be started; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +47,11 @@ class ServeOptions:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
-
-def read_args(config: Path | None, flags: Mapping[str, Any]) -> AppArgs:
-    """Flags over the file over the defaults. Raises StartFailed, one line a field."""
-    fields: dict[str, Any] = {"model": DEFAULT_MODEL}
-    if config is not None:
-        try:
-            loaded = yaml.safe_load(config.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise StartFailed(f"--config {config}: {error}") from None
-        if not isinstance(loaded, dict | None):
-            raise StartFailed(f"--config {config}: wanted fields and their values, found {type(loaded).__name__}")
-        fields |= loaded or {}
-    try:
-        return AppArgs.model_validate({**fields, **flags})
-    except ValidationError as error:
-        raise StartFailed("\n".join(describe_errors(error))) from None
+    @property
+    def base_url(self) -> str:
+        """For clients on this machine."""
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://{reachable_address(self.host, self.port)}"
 
 
 def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
@@ -98,11 +80,18 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
     """`begun`: when the command was, by the monotonic clock. The exit code."""
     session: RaySession | None = None
     ready = lost = False
+    chats = True
     try:
         if options.address is None:
             for name, value in _proxy_limits(args).environment().items():
                 os.environ.setdefault(name, value)
             path = fetch_with_bar(args.model)
+            with step("checks"):
+                findings = _checked(args, path)
+            for finding in findings:
+                if finding.mark is Mark.NOTE:
+                    say(f"  {finding.what}: {finding.detail}")
+            chats = any(finding.what == CHAT and finding.mark is Mark.GOOD for finding in findings)
             if args.model not in KNOWN_MODELS:  # the workers have other working directories
                 args = args.model_copy(update={"model": str(path), "served_model_name": args.model_name()})
         session = start_ray(options.address, verbose=options.verbose, attempt=step)
@@ -118,8 +107,9 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
                 f"others listen on {options.host}:{options.port} too (process {listeners}), and would get a part of "
                 "the requests; end them, or choose another --port"
             )
-        _print_facts(session)
-        say(f"ready after {time.monotonic() - begun:.1f} s; try: {_curl(options, args)}")
+        print_facts(session)
+        request = curl(options.base_url, args, chats=chats)
+        say(f"ready after {time.monotonic() - begun:.1f} s; try: {request}")
         ready = True
         fail(watch_until_gone(session))
         return 1
@@ -141,6 +131,14 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
     finally:
         if session is not None:
             _stop(session, answering=ready, lost=lost)
+
+
+def _checked(args: AppArgs, model: Path) -> list[Finding]:
+    """What there is to know before anything starts. Raises StartFailed with all that would stop the start."""
+    findings = list(preflight(args, model))
+    if bad := [f"{finding.what}: {finding.detail}" for finding in findings if finding.mark is Mark.BAD]:
+        raise StartFailed("\n".join(bad))
+    return findings
 
 
 def _catch_signals() -> None:
@@ -228,60 +226,13 @@ def _wait_until_ready(options: ServeOptions, progress: Step) -> None:
     with httpx.Client(trust_env=False, timeout=5, verify=False) as client:
         while time.monotonic() < deadline:
             try:
-                if client.get(f"{_base_url(options)}/health").status_code == 200:
+                if client.get(f"{options.base_url}/health").status_code == 200:
                     return
             except httpx.TransportError:
                 pass
             progress.note("(waiting for the proxy)")
             time.sleep(0.1)
-    raise StartFailed(f"nothing answers on {_base_url(options)}; a Serve that ran before keeps its own address")
-
-
-def _print_facts(session: RaySession) -> None:
-    import ray
-    from ray import serve
-    from ray.serve.exceptions import DeploymentUnavailableError
-
-    from serve_app.cluster.app import ENGINES
-
-    handle = serve.get_deployment_handle(ENGINES, APPLICATION)
-    try:
-        replicas = handle.broadcast("describe").results(timeout_s=30)
-    except DeploymentUnavailableError:
-        replicas = []
-        say("  no replica yet: the first request starts one, and waits for it")
-    finally:
-        handle.shutdown()  # where replicas come and go it reports its calls, and would do so when Ray has ended
-    for facts in replicas:
-        short = " (less than the model's context: give it more with --kv-memory)" if facts["limited_by_pool"] else ""
-        say(
-            f"  {facts['replica']}: weights {facts['weight_bytes'] / 2**20:.0f} MiB; {facts['dtype']} KV cache "
-            f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
-            f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
-        )
-        for note in facts["notes"]:
-            say(f"  {facts['replica']}: {note}")
-        steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts["start_seconds"].items())
-        say(f"  {facts['replica']}: {steps}")
-    if session.owned:
-        [node] = ray.nodes()
-        say(f"  metrics: http://127.0.0.1:{node['MetricsExportPort']}/metrics; logs: {session.folder}/logs/serve")
-
-
-def _base_url(options: ServeOptions) -> str:
-    scheme = "http" if options.ssl_certfile is None else "https"
-    return f"{scheme}://{reachable_address(options.host, options.port)}"
-
-
-def _curl(options: ServeOptions, args: AppArgs) -> str:
-    """One line to paste. A model without a chat template gets a completion."""
-    chats = options.address is not None or PromptBuilder(load_tokenizer(resolve_model(args.model))).why_no_chat is None
-    question = "What is the capital of France?"
-    asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": "The capital of France is"}
-    body = json.dumps({"model": args.model_name(), **asked, "max_tokens": 64, "temperature": 0})
-    path = "chat/completions" if chats else "completions"
-    key = ' -H "authorization: Bearer $MOORAGE_API_KEY"' if args.load_api_keys() else ""
-    return f"curl {_base_url(options)}/v1/{path} -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
+    raise StartFailed(f"nothing answers on {options.base_url}; a Serve that ran before keeps its own address")
 
 
 def _stop(session: RaySession, *, answering: bool, lost: bool) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 
 from serve_app.api import create_app
+from serve_app.commands.arguments import StartFailed, read_args
 from serve_app.commands.console import fail, fetch_with_bar, say, step
 from serve_app.commands.local_ray import disconnect, start_ray
 from serve_app.commands.ray_address import BadAddress
-from serve_app.commands.serve import StartFailed, read_args
 from serve_app.config import AppArgs
 from serve_app.generation_config import sampling_defaults
 from serve_app.ingress.engine_client import EngineClient

@@ -34,8 +34,8 @@ from engine_actor.messages import (
     TurnRefused,
     TurnRequest,
 )
+from serve_app.commands.arguments import StartFailed
 from serve_app.commands.console import say
-from serve_app.commands.serve import StartFailed
 from serve_app.config import AppArgs
 from serve_app.model_store import resolve_model
 from serve_app.text.tokenizer import load_tokenizer

@@ -57,8 +57,8 @@ def node_process(server: subprocess.Popen[str], name: str = "raylet") -> psutil.
 
 
 @contextmanager
-def serving(token: str, *flags: str, port: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "RAY_AUTH_TOKEN": token}
+def serving(token: str, *flags: str, port: int | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token, **environment}
     command = [sys.executable, "-m", "serve_app.cli", "serve", "--port", str(port or free_port()), *flags]
     process = subprocess.Popen(
         command,
@@ -193,18 +193,26 @@ def test_a_signal_while_ray_starts_ends_it_with_a_word_and_leaves_nothing(number
         os.killpg(process.pid, number)
         printed, _ = process.communicate(timeout=60)
         assert process.returncode == 0, printed
-    assert re.fullmatch(r"x Ray [\d.]+ s\ninterrupted while it started\nstopped\n", printed), printed
+    assert re.fullmatch(r"\+ checks [\d.]+ s\nx Ray [\d.]+ s\ninterrupted while it started\nstopped\n", printed), (
+        printed
+    )
     assert nothing_is_left(token), carriers(token)
 
 
-def test_a_model_that_cannot_load_is_one_readable_error_and_leaves_nothing(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(64))
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "broken.gguf"], r"error: model: \S+broken\.gguf: GGUF version 0"),
+        (["--model", "smollm2", "--device", "cuda"], "error: device: cuda: this machine shows no NVIDIA GPU"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_ray_starts(tmp_path: Path, flags: list[str], said: str) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
     token = secrets.token_hex(32)
-    with serving(token, "--model", str(broken)) as process:
+    flags = [str(tmp_path / flag) if flag.endswith(".gguf") else flag for flag in flags]
+    with serving(token, *flags, CUDA_VISIBLE_DEVICES="") as process:
         printed, _ = process.communicate(timeout=300)
         assert process.returncode == 1, printed
-    [error] = [line for line in printed.splitlines() if line.startswith("error:")]
-    assert "could not start" in error
-    assert "Traceback" not in printed
+    assert re.search(f"^x checks [\\d.]+ s\n{said}", printed), printed
+    assert "Ray" not in printed and "Traceback" not in printed
     assert nothing_is_left(token), carriers(token)

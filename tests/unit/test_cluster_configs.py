@@ -20,7 +20,7 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 from serve_app.cluster import app
 from serve_app.cluster.proxy.limits import CALLBACK, CALLBACK_VARIABLE
 from serve_app.cluster.routing import sticky_router
-from serve_app.commands.serve import read_args
+from serve_app.commands.arguments import read_args
 from serve_app.config import AppArgs
 from serve_app.jobs import batch
 from serve_app.telemetry.metrics import METRICS

@@ -20,10 +20,12 @@ from kernels.native import library
 from serve_app import __version__
 from serve_app.cli import app
 from serve_app.commands import doctor, drain_node
+from serve_app.commands.arguments import StartFailed, read_args
 from serve_app.commands.chat import Chat
 from serve_app.commands.console import console
-from serve_app.commands.doctor import Finding, Mark, _port
-from serve_app.commands.serve import StartFailed, check_gpus, read_args
+from serve_app.commands.doctor import Options, _port
+from serve_app.commands.findings import Finding, Mark
+from serve_app.commands.serve import check_gpus
 from serve_app.config import AppArgs
 from serve_app.local_ports import BindRefused, is_loopback, require_free_port, require_key_beyond_loopback
 
@@ -312,7 +314,7 @@ def test_the_doctor_names_a_product_that_fails_or_is_wrong(monkeypatch: pytest.M
     assert found["attention"].mark is Mark.BAD and "is off by" in found["attention"].detail
     monkeypatch.setattr(doctor, "checks", lambda *_: [doctor._kernels])
     with console.capture() as captured:
-        assert doctor.run("127.0.0.1", 1) == 1
+        assert doctor.run(Options("127.0.0.1", 1, None, {})) == 1
     assert "Serving would fail here: float32 weights, bfloat16 weights" in captured.get()
 
 
@@ -338,7 +340,7 @@ def test_the_doctor_shows_a_long_path_whole(monkeypatch: pytest.MonkeyPatch) -> 
     path = "/a" + "/long" * 40
     monkeypatch.setattr(doctor, "checks", lambda *_: [lambda: iter([Finding(Mark.GOOD, "kernels", path)])])
     with console.capture() as captured:
-        assert doctor.run("127.0.0.1", 1) == 0
+        assert doctor.run(Options("127.0.0.1", 1, None, {})) == 0
     assert path in "".join(captured.get().split())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kernels import native, processor
+from kernels.compiler import BuildError
 from kernels.native import build, library
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
@@ -86,7 +87,7 @@ def test_two_processes_that_start_together_both_find_it(small_sources: Path) -> 
 @needs_compiler
 def test_a_source_that_does_not_compile_is_reported_and_leaves_nothing(small_sources: Path) -> None:
     (small_sources / "broken.cpp").write_text("int f( {")
-    with pytest.raises(build.BuildError, match=r"broken\.cpp.* failed"):
+    with pytest.raises(BuildError, match=r"broken\.cpp.* failed"):
         build.built_path()
     (folder,) = build.cache_folder().iterdir()
     assert [file.name for file in folder.iterdir()] == ["lock"]
@@ -94,18 +95,18 @@ def test_a_source_that_does_not_compile_is_reported_and_leaves_nothing(small_sou
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.BuildError, match="CXX='no-such-compiler'"):
+    with pytest.raises(BuildError, match="CXX='no-such-compiler'"):
         build.built_path()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         build.built_path()
 
 
 @needs_compiler
 def test_a_folder_that_cannot_be_written_is_named(small_sources: Path, tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file where a folder should be")
-    with pytest.raises(build.BuildError, match=str(tmp_path / "home")):
+    with pytest.raises(BuildError, match=str(tmp_path / "home")):
         build.built_path()
 
 

@@ -13,14 +13,15 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from engine_actor.weights.gguf_blocks import STORABLE, as_stored
+from engine_actor.weights.gguf_blocks import as_stored
+from engine_actor.weights.gguf_layouts import LAYOUTS
 from engine_actor.weights.opening import open_checkpoint
 from kernels import native
 from kernels.quantized_linear import QuantizedLinear
 from tests.support import tiny_models
 from tests.support.gguf_writing import write_gguf
 
-KINDS = sorted(STORABLE)
+KINDS = sorted(LAYOUTS)
 BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
