@@ -210,6 +210,19 @@ def doctor(
     raise typer.Exit(run(Options(host, port, config, given)))
 
 
+@app.command("config")
+def show_config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As tables in Markdown: the guide's own.")] = False,
+) -> None:
+    """Show every field that a config file may have, with its default and its meaning.
+
+    They are the `args:` of a Serve config file and the keys of `moorage serve --config FILE`.
+    """
+    from serve_app.commands.config import run
+
+    raise typer.Exit(run(as_markdown=markdown))
+
+
 @app.command("drain-node")
 def drain_node(
     address: Annotated[str, typer.Option(help="The Ray cluster: `auto`, or host:port.")] = "auto",
