@@ -87,7 +87,11 @@ def index_refused(index: str) -> str:
     """By pip itself, so that its proxies and certificates hold."""
     command = [*_PIP, "index", "versions", "torch", "--index-url", index, "--retries", "1", "--timeout", "10"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["pip does not say why"])[-1]
+    if asked.returncode == 0:
+        return ""
+    if broken := re.search(r"\[Errno -?\d+\] ([^'\")]+)", asked.stderr):
+        return broken[1]
+    return (asked.stderr.strip().splitlines() or ["pip does not say why"])[-1]
 
 
 def install(extra: str | None, choice: Choice, progress: PipProgress) -> None:

@@ -164,6 +164,9 @@ def test_an_index_is_refused_with_pips_last_word(monkeypatch: pytest.MonkeyPatch
     calls = fake_pip(monkeypatch, tmp_path, "echo first >&2; echo 'ERROR: No matching distribution' >&2; exit 1")
     assert index_refused("https://i") == "ERROR: No matching distribution"
     assert "--index-url https://i" in calls.read_text()
+    broken = "NewConnectionError('<pip at 0x7f>: Failed: [Errno 111] Connection refused')': /whl/cpu/torch/"
+    fake_pip(monkeypatch, tmp_path, f'echo "WARNING: {broken}" >&2; echo "ERROR: none" >&2; exit 1')
+    assert index_refused("https://i") == "Connection refused"
     fake_pip(monkeypatch, tmp_path, "exit 0")
     assert index_refused("https://i") == ""
 
