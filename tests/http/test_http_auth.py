@@ -73,7 +73,7 @@ def test_owners_differ_by_key_and_do_not_tell_it(locked: Server, server: Server)
     routes = locked.engine.routing_keys
     assert routes[0] == routes[2] != routes[1]
     server.chat()
-    assert server.engine.requests[0].owner == "public"
+    assert server.engine.requests[0].cache_scope == "public"
 
 
 def test_hints_are_bound_to_the_owner_too(locked: Server) -> None:
@@ -112,5 +112,5 @@ def test_all_keys_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
     original = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(1) or original(a, b))
     keys = ApiKeys(["a", "b", "c"])
-    assert keys.owner("a") is not None
+    assert keys.tenant("a") is not None
     assert len(compared) == 3

@@ -129,7 +129,7 @@ def test_salts_count_for_anonymous_requests_and_completions_too(server: Server) 
 
 def test_a_salted_session_is_found_with_its_salt(server: Server) -> None:
     server.chat(cache_salt="pepper & salt")
-    owner = server.engine.requests[0].owner
+    owner = server.engine.requests[0].cache_scope
     server.engine.known_sessions = [SessionInfo("s", owner, "r", 10, 8, 1, False, 2.0)]
     asked = {"cache_salt": "pepper & salt"}
     assert server.client.get("/v1/sessions").json()["data"] == []
