@@ -11,6 +11,7 @@ from typing import Any
 
 from serve_app.openai.desk import Desk
 from serve_app.openai.limits import most_prompts
+from serve_app.openai.protocol import TEXT_PART
 from serve_app.openai.unserved import UNSERVED
 
 Schema = dict[str, Any]
@@ -119,8 +120,11 @@ def _branches(properties: Schema, name: str, kind: str) -> Iterator[Schema]:
 def _message(schema: Schema) -> Schema:
     """What a message has depends on its role."""
     properties = schema["properties"]
-    some = {"anyOf": [branch for branch in properties["content"]["anyOf"] if branch != _NULL]}
-    no_calls = {"anyOf": [_NULL, {"type": "array", "maxItems": 0}]}
+    others: Schema = {
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]},
+        "tool_calls": {"anyOf": [_NULL, {"type": "array", "maxItems": 0}]},
+        "refusal": {"enum": [None, ""]},
+    }
 
     def of(roles: list[str], needed: list[str], **own: Schema) -> Schema:
         return {
@@ -129,12 +133,11 @@ def _message(schema: Schema) -> Schema:
             "required": ["role", *needed],
         }
 
-    speaking = {"content": some, "tool_calls": no_calls}
     return {
         "anyOf": [
-            of(["system", "developer", "user"], ["content"], **speaking, tool_call_id=_NULL),
+            of(["system", "developer", "user"], ["content"], **others, tool_call_id=_NULL),
             of(["assistant"], [], tool_call_id=_NULL),
-            of(["tool"], ["content", "tool_call_id"], **speaking, tool_call_id={"type": "string"}),
+            of(["tool"], ["content", "tool_call_id"], **others, tool_call_id={"type": "string"}),
         ]
     }
 
