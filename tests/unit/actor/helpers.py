@@ -49,11 +49,11 @@ def turn(
     prompt: list[int],
     limit: int = 8,
     session: str | None = None,
-    owner: str = "public",
+    cache_scope: str = "public",
     spans: tuple[HistorySpan, ...] = (),
     **sampling: Any,
 ) -> TurnRequest:
-    return TurnRequest("test", owner, session, tuple(prompt), SamplingParams(**sampling), limit, spans=spans)
+    return TurnRequest("test", cache_scope, session, tuple(prompt), SamplingParams(**sampling), limit, spans=spans)
 
 
 async def ask(actor: EngineActor, request: TurnRequest) -> Answer:
