@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from serve_app import __version__
+from serve_app.commands.orphans import adopt_orphans
 from serve_app.jobs.batch import main as batch
 
 app = typer.Typer(
@@ -240,6 +241,7 @@ def drain_node(
 
 def main() -> None:
     """Entry point of the console script."""
+    adopt_orphans()
     app()
 
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
 from serve_app.cluster.port_watch import OWN_RAY_VARIABLE
 from serve_app.cluster.proxy.limits import CALLBACK, CALLBACK_VARIABLE
+from serve_app.commands.orphans import kill_descendants
 from serve_app.commands.ray_address import find_ray, not_joined
 from serve_app.commands.ray_startup import attentive_start, first_line, import_ray_impatiently
 from serve_app.commands.tls import TlsFiles
@@ -106,6 +107,8 @@ def _start_once(address: str | None, verbose: bool) -> RaySession:
 
     logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
     others = frozenset(psutil.Process().children(recursive=True))
+    if isinstance(ray.init, _Ended):
+        ray.init = ray.init.start
     try:
         with attentive_start():
             context = ray.init(
@@ -171,12 +174,27 @@ def remove_application(session: RaySession) -> None:
         serve.shutdown()
 
 
-def disconnect(*, lost: bool = False) -> None:
-    """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined. `lost`: that
-    Ray is, so that its processes would wait for each other."""
-    if lost:
-        _kill(psutil.Process().children(recursive=True))
+def disconnect() -> None:
+    """Stops a Ray of our own, and returns when its processes are gone; leaves a cluster that was joined."""
     _shut_down(frozenset(), patience=_END_SECONDS)
+
+
+def abandon(session: RaySession) -> None:
+    """Of a Ray that has ended: its library would wait for what is gone, for a minute, so nothing is told. What is left
+    of one of our own is killed. Such a process has to end by `os._exit`."""
+    if session.owned:
+        kill_descendants(_END_SECONDS)
+
+
+class _Ended:
+    """In the place of `ray.init` once a Ray has been shut down: where Serve's client finds none it starts another, and
+    a thread of ours may still be asking it."""
+
+    def __init__(self, start: Callable[..., Any]) -> None:
+        self.start = start
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise ConnectionError("this process has shut down its Ray")
 
 
 def _shut_down(others: Collection[psutil.Process], *, patience: float) -> None:
@@ -186,6 +204,8 @@ def _shut_down(others: Collection[psutil.Process], *, patience: float) -> None:
 
     # Before: what Ray's own processes started is nobody's child once they have ended.
     processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
+    if not isinstance(ray.init, _Ended):
+        ray.init = _Ended(ray.init)
     ray.shutdown()
     _, left = psutil.wait_procs(processes, timeout=patience)
     _kill(left)

@@ -12,6 +12,7 @@ import psutil
 from serve_app.cluster.port_watch import PortWatch, head_watch
 from serve_app.commands.console import fail
 from serve_app.commands.local_ray import APPLICATION, RaySession
+from serve_app.commands.orphans import reap_adopted
 from serve_app.commands.ray_startup import end_of, needed_children
 
 _LOOK_SECONDS = 1.0
@@ -29,9 +30,11 @@ class OwnRay:
 
     def __init__(self) -> None:
         self._needed: list[tuple[psutil.Process, str]] = needed_children()
+        self._started = {child.pid for child in psutil.Process().children()}
 
     def check(self) -> None:
         """Raises RayLost."""
+        reap_adopted(self._started)
         for process, what in self._needed:
             if (how := end_of(process)) is not None:
                 raise RayLost(f"{what}, process {process.pid}, has ended {how}: without it no Ray can run")

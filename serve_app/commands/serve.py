@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
@@ -20,7 +21,15 @@ from serve_app.cluster.proxy.limits import ProxyLimits
 from serve_app.commands.arguments import StartFailed, read_args
 from serve_app.commands.console import Step, fail, fetch_with_bar, say, step
 from serve_app.commands.findings import Finding, Mark
-from serve_app.commands.local_ray import APPLICATION, RaySession, disconnect, remove_application, start_ray, start_serve
+from serve_app.commands.local_ray import (
+    APPLICATION,
+    RaySession,
+    abandon,
+    disconnect,
+    remove_application,
+    start_ray,
+    start_serve,
+)
 from serve_app.commands.port_claim import claim_port, strangers_on
 from serve_app.commands.preflight import CHAT, preflight
 from serve_app.commands.ray_address import BadAddress, require_address
@@ -79,7 +88,7 @@ def run(options: ServeOptions, flags: Mapping[str, Any]) -> int:
 def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: float) -> int:
     """`begun`: when the command was, by the monotonic clock. The exit code."""
     session: RaySession | None = None
-    ready = lost = False
+    ready = False
     chats = True
     try:
         if options.address is None:
@@ -114,9 +123,9 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
         fail(watch_until_gone(session))
         return 1
     except RayLost as error:
-        lost = True
         fail(f"{error}; the server ends")
-        return 1
+        assert session is not None
+        _end_without_ray(session)
     except (StartFailed, ModelStoreError, ConnectionError) as error:
         fail(str(error))
         if session is None and options.address is not None:
@@ -130,7 +139,7 @@ def _serve(options: ServeOptions, args: AppArgs, tls: TlsFiles | None, begun: fl
         return 0
     finally:
         if session is not None:
-            _stop(session, answering=ready, lost=lost)
+            _stop(session, answering=ready)
 
 
 def _checked(args: AppArgs, model: Path) -> list[Finding]:
@@ -235,9 +244,19 @@ def _wait_until_ready(options: ServeOptions, progress: Step) -> None:
     raise StartFailed(f"nothing answers on {options.base_url}; a Serve that ran before keeps its own address")
 
 
-def _stop(session: RaySession, *, answering: bool, lost: bool) -> None:
+def _end_without_ray(session: RaySession) -> NoReturn:
+    """Ends this process, by exit code 1: on an orderly way out Ray's library would wait for its dead."""
+    say("stopping what is left")
+    abandon(session)
+    say("stopped")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _stop(session: RaySession, *, answering: bool) -> None:
     """Lets running answers end, for a while; another signal ends the wait. Then nothing of ours is left. `answering`:
-    the server was ready, so that there may be answers. `lost`: Ray is, and nobody can be told."""
+    the server was ready, so that there may be answers."""
     begun = time.monotonic()
     hurry = threading.Event()
 
@@ -247,18 +266,16 @@ def _stop(session: RaySession, *, answering: bool, lost: bool) -> None:
 
     signal.signal(signal.SIGINT, again)
     signal.signal(signal.SIGTERM, again)
-    if lost:
-        say("stopping what is left")
-    elif answering:
+    if answering:
         say(f"stopping; running answers have {DRAIN_SECONDS:.0f} s (Ctrl-C again: stop now)")
     else:
         say("stopping what was started")
-    if not lost and (answering or not session.owned):  # a Ray of our own takes everything along
+    if answering or not session.owned:  # a Ray of our own takes everything along
         draining = threading.Thread(target=_drain, args=(session, hurry), name="drain", daemon=True)
         draining.start()
         while draining.is_alive() and not hurry.is_set() and time.monotonic() < begun + DRAIN_SECONDS:
             draining.join(0.1)
-    disconnect(lost=lost)
+    disconnect()
     say("stopped")
 
 

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from serve_app.commands.orphans import adopt_orphans
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
@@ -51,4 +53,5 @@ def main(
 
 
 if __name__ == "__main__":
+    adopt_orphans()
     app()

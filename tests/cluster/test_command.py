@@ -175,7 +175,9 @@ def test_an_answer_waits_for_another_engine_and_a_head_that_dies_is_noticed_and_
         assert disturbed.last == "[DONE]"
         assert disturbed.text == undisturbed.text
 
-        node_process(process, "gcs_server").kill()
+        head, node = node_process(process, "gcs_server"), node_process(process)
+        head.kill()
+        node.kill()  # as it ends by itself where it notices first; its workers are nobody's descendants then
         begun = time.monotonic()
         said, _ = process.communicate(timeout=60)
         print(f"ended after {time.monotonic() - begun:.0f} s")

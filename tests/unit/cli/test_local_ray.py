@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from serve_app.commands import local_ray
-from serve_app.commands.local_ray import RaySession, start_ray
+from serve_app.commands.local_ray import RaySession, disconnect, start_ray
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -137,3 +137,16 @@ def test_nothing_is_tried_again_when_it_is_interrupted(monkeypatch: pytest.Monke
         start_ray(None)
     assert starter.addresses == ["local"]
     assert not psutil.pid_exists(starter.processes[0].pid)
+
+
+def test_a_thread_that_still_asks_serve_starts_no_other_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    starter = Starter(None, None)
+    put(starter, monkeypatch)
+    start_ray(None)
+    for _ in range(2):
+        disconnect()
+        with pytest.raises(ConnectionError, match="has shut down its Ray"):
+            ray.init(namespace="serve")
+    start_ray(None)
+    assert len(starter.addresses) == 2
+    end(starter)
