@@ -74,6 +74,10 @@ class RetryableStepError(EngineError):
     """A decoder or sampler could not do this step but may do the next one: the step is rolled back."""
 
 
+class SamplingFailed(RetryableStepError):
+    """The model ran, and choosing tokens from its logits failed (F170)."""
+
+
 class ExecutionMemoryExceeded(EngineError):
     """Memory ran out while the step ran: rolled back like a retryable error, reported as capacity (F171)."""
 

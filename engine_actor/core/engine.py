@@ -2,7 +2,7 @@
 
 `run` either drains events that were committed before, or executes one transaction:
 
-    plan -> reserve -> checkpoint -> pack -> decode -> sample -> prepare -> commit -> publish
+    plan -> reserve -> checkpoint -> pack -> launch -> collect -> stage -> prepare -> commit -> publish
 
 One thread owns the engine and makes every call; it starts no thread of its own and never waits. Waiting belongs to the
 caller, who learns from `last_report` what blocked work is waiting for.
@@ -25,6 +25,7 @@ from engine_actor.errors import (
     ExecutionMemoryExceeded,
     InvalidOption,
     RetryableStepError,
+    SamplingFailed,
 )
 from engine_actor.limits import EngineLimits, Numerics
 from engine_actor.memory.block_pool import Capacity
@@ -38,7 +39,6 @@ from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags, Eve
 from engine_actor.requests.outcomes import StepMetrics, StepOutcome, StepReport
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
-from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.sampling.grammars import Grammars
 from engine_actor.sampling.vocabulary import Vocabulary
 from engine_actor.scheduling.preemption import choose_victim
@@ -81,7 +81,6 @@ class Engine:
         self._mover = Mover(decoder, self._lifecycle)
         self._scheduler = Scheduler(self._lifecycle.requests, self._cache, limits)
         self._packer = StepPacker(self._cache, blocks_for(pools.max_length, pools.block_size))
-        self._sampler = BatchedSampler()
         self._transaction_id = 0
         decoder.allocate(pools.geometry)
 
@@ -183,7 +182,7 @@ class Engine:
         if not plan.executable:
             self._report(plan, plan.outcome, started)
             return
-        step = StepTransaction(plan, self._lifecycle, self._decoder, self._packer, self._sampler)
+        step = StepTransaction(plan, self._lifecycle, self._decoder, self._packer)
         self._lifecycle.in_step = True
         try:
             outcome = self._execute(step)
@@ -229,8 +228,9 @@ class Engine:
             return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
         try:
             step.checkpoint()
-            step.execute()
-            step.sample()
+            step.launch()
+            step.collect()
+            step.stage()
             step.prepare()
         except BaseException as cause:
             outcome = self._abort(step, cause)
@@ -267,13 +267,13 @@ class Engine:
             return StepOutcome.RETRYABLE_BATCH_ABORT
         if failed_in is Phase.PREPARE:
             return self._stop(StepOutcome.EXECUTION_CONTRACT_FAILURE, cause)
-        if is_memory_exhaustion(cause):
+        if isinstance(cause, MemoryError | ExecutionMemoryExceeded):
             self.metrics.capacity_aborts += 1
             outcome = StepOutcome.EXECUTION_CAPACITY_EXCEEDED
             return self._report_abort(EventFlags.CAPACITY_BLOCKED, ErrorCode.EXECUTION_MEMORY, outcome, cause)
-        if isinstance(cause, RetryableStepError) or failed_in is Phase.SAMPLE:
+        if isinstance(cause, RetryableStepError) or failed_in is Phase.STAGE:
             self.metrics.retryable_aborts += 1
-            self.metrics.post_processing_aborts += failed_in is Phase.SAMPLE
+            self.metrics.post_processing_aborts += isinstance(cause, SamplingFailed) or failed_in is Phase.STAGE
             outcome = StepOutcome.RETRYABLE_BATCH_ABORT
             return self._report_abort(EventFlags.RETRYABLE, ErrorCode.RETRYABLE, outcome, cause)
         return self._stop(StepOutcome.FATAL_EXECUTION_FAILURE, cause)
@@ -366,11 +366,3 @@ class Engine:
         """Raises ContractViolation if any part of the engine's state contradicts another. Linear."""
         self._cache.check_integrity()
         check_requests(self._lifecycle.requests, self._cache)
-
-
-def is_memory_exhaustion(cause: BaseException) -> bool:
-    """MemoryError, torch's out-of-memory error, or a runtime that says so only in words (F171)."""
-    if isinstance(cause, MemoryError | ExecutionMemoryExceeded):
-        return True
-    names = {cls.__name__ for cls in type(cause).__mro__}
-    return "OutOfMemoryError" in names or "Failed to allocate memory" in str(cause)

@@ -3,9 +3,11 @@
     reserve      all blocks of the step; committed tables do not change
     checkpoint   a place for each token that may be added, so that publishing grows nothing
     pack         rows -> one PackedStep
-    decode       the only model call
-    sample       the next token of each row whose sequence is complete; after drafts, as many as agree with it
-    prepare      what each row becomes, its event, and the proof that publishing will succeed
+    launch       the only model call: the decoder begins to compute the step and to choose the next token of each row
+                 whose sequence is complete
+    collect      waits for the tokens
+    stage        what each row becomes by its token; after drafts, by as many as agree with theirs
+    prepare      the rows' events, and the proof that publishing will succeed
     commit       publishes: tables, sequences, states. Only integers and references are assigned
 
 Up to and including `prepare` nothing that others can see has changed, and `roll_back` undoes the rest. An error inside
@@ -14,25 +16,24 @@ Up to and including `prepare` nothing that others can see has changed, and `roll
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
 from engine_actor.core.lifecycle import Lifecycle
-from engine_actor.decoding.decoder import Decoder
+from engine_actor.decoding.decoder import Decoder, Launched, SampledStep
 from engine_actor.decoding.packing import StepPacker
 from engine_actor.errors import ContractViolation, GrammarFailed
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestRecord, RequestStatus, Usage
-from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow, to_host
-from engine_actor.sampling.logits_processors import Bits, RowContext, bytes_of_bits
-from engine_actor.sampling.logprobs import TokenLogprob, logprob_of
+from engine_actor.sampling.grammar_cursor import Cursor
+from engine_actor.sampling.logits_processors import bytes_of_bits
+from engine_actor.sampling.logprobs import TokenLogprob
+from engine_actor.sampling.sample_row import Bits, RowContext, SampleRow
 from engine_actor.scheduling.step_plan import PlannedRow, StepPlan
 
 NO_FLAGS = EventFlags(0)
@@ -44,11 +45,12 @@ class Phase(IntEnum):
     PLANNED = 0
     RESERVE = 1
     CHECKPOINT = 2
-    DECODE = 3
-    SAMPLE = 4
-    PREPARE = 5
-    COMMIT = 6
-    ROLLED_BACK = 7
+    LAUNCH = 3
+    COLLECT = 4
+    STAGE = 5
+    PREPARE = 6
+    COMMIT = 7
+    ROLLED_BACK = 8
 
 
 @dataclass(slots=True)
@@ -75,7 +77,6 @@ class StepTransaction:
         lifecycle: Lifecycle,
         decoder: Decoder,
         packer: StepPacker,
-        sampler: BatchedSampler,
     ) -> None:
         self.plan = plan
         self.phase = Phase.PLANNED
@@ -83,9 +84,9 @@ class StepTransaction:
         self._lifecycle = lifecycle
         self._decoder = decoder
         self._packer = packer
-        self._sampler = sampler
         self._reservation: StepReservation | None = None
-        self._logits: Any = None
+        self._launched: Launched | None = None
+        self._sampled = SampledStep(())
         self._staged: list[StagedRow] = []
         self._unguided: dict[int, str] = {}  # rows whose grammar failed in this step, and why
         self._events: list[EngineEvent] = []
@@ -104,27 +105,28 @@ class StepTransaction:
             if row.samples:
                 row.record.history.stage(1 + len(row.drafts))
 
-    def execute(self) -> None:
-        """pack, decode."""
-        self._begin(Phase.DECODE)
+    def launch(self) -> None:
+        self._begin(Phase.LAUNCH)
         assert self._reservation is not None
         packed = self._packer.pack(self.plan, self._reservation)
-        started = time.perf_counter()
-        self._logits = self._decoder.forward(packed)
-        self.decoder_seconds = time.perf_counter() - started
+        self._launched = self._decoder.launch(packed, self._sample_rows())
 
-    def sample(self) -> None:
-        self._begin(Phase.SAMPLE)
-        tokens = self._sampler.sample(self._logits, self._sample_rows())
-        at = 0
+    def collect(self) -> None:
+        self._begin(Phase.COLLECT)
+        assert self._launched is not None
+        self._sampled = self._launched.collect()
+        self.decoder_seconds = self._sampled.decoder_seconds
+
+    def stage(self) -> None:
+        self._begin(Phase.STAGE)
+        sampled, at = self._sampled, 0
         for row in self.plan.rows:
             if not row.samples:
                 self._staged.append(StagedRow(row, row.demand.target))
                 continue
-            staged = self._stage(row, tokens, at)
-            wanted = row.record.turn_options.logprobs
-            if wanted is not None:
-                staged.logprobs = self._logprobs(staged, at, wanted)
+            staged = self._stage(row, sampled.tokens, at)
+            if row.record.turn_options.logprobs is not None:
+                staged.logprobs = self._logprobs(staged, sampled, at)
             self._staged.append(staged)
             at += 1 + len(row.drafts)
 
@@ -181,16 +183,16 @@ class StepTransaction:
         return [staged.num_computed_tokens for staged in self._staged]
 
     def _sample_rows(self) -> list[SampleRow]:
-        """One for each row of wanted logits."""
+        """One for each of the step's logits rows."""
         rows: list[SampleRow] = []
         for row in self.plan.rows:
             if row.samples:
                 record = row.record
-                length, params = record.history.length, record.turn_options.sampling
+                length, options = record.history.length, record.turn_options
                 context = None if record.plain else self._context(record)
-                rows.append(SampleRow(params, length, context))
+                rows.append(SampleRow(options.sampling, length, context, options.logprobs))
                 for i in range(len(row.drafts)):
-                    rows.append(SampleRow(params, length + 1 + i, context))
+                    rows.append(SampleRow(options.sampling, length + 1 + i, context, options.logprobs))
         return rows
 
     def _context(self, record: RequestRecord) -> RowContext | None:
@@ -200,23 +202,25 @@ class StepTransaction:
         if not too_short and not options.sampling.reshapes and record.grammar_cursor is None:
             return None
         tokens, generated = record.history.ids[: record.history.length], record.turn_generated
-        mask = None if record.grammar_cursor is None else self._mask(record, tokens[len(tokens) - generated :])
         banned = record.end_tokens if too_short else frozenset()
-        return RowContext(tokens, generated, banned, mask)
+        if record.grammar_cursor is None:
+            return RowContext(tokens, generated, banned)
+        cursor, answer = record.grammar_cursor, tokens[len(tokens) - generated :]
+        return RowContext(tokens, generated, banned, lambda: self._mask(record, cursor, answer))
 
-    def _mask(self, record: RequestRecord, answer: list[int]) -> Bits | None:
+    def _mask(self, record: RequestRecord, cursor: Cursor, answer: list[int]) -> Bits | None:
         """What the row's grammar lets follow. Where it fails nothing may, so that this row ends alone."""
-        assert record.grammar_cursor is not None
         try:
-            return record.grammar_cursor.mask(answer)
+            return cursor.mask(answer)
         except GrammarFailed as error:
             self._unguided[record.id] = str(error)
             return np.zeros(bytes_of_bits(self._lifecycle.vocab_size), np.uint8)
 
-    def _logprobs(self, staged: StagedRow, at: int, wanted: int) -> list[TokenLogprob]:
-        """Of each appended token; the row's logits start at index `at` of the step's."""
-        logits = to_host(self._logits[at : at + len(staged.appended)])
-        return [logprob_of(row, token, wanted) for row, token in zip(logits, staged.appended, strict=True)]
+    def _logprobs(self, staged: StagedRow, sampled: SampledStep, at: int) -> list[TokenLogprob]:
+        """Of each appended token; the row's samples start at index `at` of the step's."""
+        logprobs = sampled.logprobs[at : at + len(staged.appended)]
+        assert all(logprob is not None for logprob in logprobs), "an appended token has no logprob"
+        return [logprob for logprob in logprobs if logprob is not None]
 
     def _stage(self, row: PlannedRow, tokens: Sequence[int | None], at: int) -> StagedRow:
         """`tokens`: from index `at` on the one that follows the sequence, then the one that follows each draft. The

@@ -1,7 +1,11 @@
 """The model behind the engine: what a decoder declares, what it is given in a step, what it gives back.
 
 A decoder owns the tensors of the pools and nothing else that changes: which block belongs to whom is the engine's
-business. It writes only into the blocks and slots that the step names.
+business. It writes only into the blocks and slots that the step names. And it chooses the tokens, where its logits
+are: the engine never sees logits.
+
+    engine     pack   launch ..................................... collect   prepare, commit
+    decoder             copies of blocks, layers, logits, sampler   tokens
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from numpy.typing import NDArray
 
 from engine_actor.manifest import DecoderManifest
 from engine_actor.memory.layout import PoolGeometry
+from engine_actor.sampling.logprobs import TokenLogprob
+from engine_actor.sampling.sample_row import SampleRow
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -30,7 +36,7 @@ class PackedStep:
     past_sequence_lengths        [rows]           committed KV positions of each row
     block_table                  [rows, columns]  physical blocks by position, padded with -1 on the right (F134)
     attention_metadata           [3]              max query length, upper and lower bound of the longest KV (F237)
-    logits_rows                  int64 [wanted]   packed token indices whose logits are returned, in this order
+    logits_rows                  int64 [samples]  packed token indices after which a token is chosen, in this order
     block_copies                 (source, destination) pairs, copied in all layers before anything else of this step
     state_slots                  [rows, 2]        slot to read (0: start from zeros), slot to write; None: no states. No
                                                   slot is read by one row and written by another
@@ -50,6 +56,28 @@ class PackedStep:
     windowed_table: Int32 | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """What a step gives back, for each of its `logits_rows`, in their order.
+
+    tokens           the chosen one; None: no finite number was left to choose by, so that its row fails alone
+    logprobs         of the chosen one; None where the row asked for none or has no token. Empty: no row asked
+    decoder_seconds  time that the model took, without choosing
+    """
+
+    tokens: Sequence[int | None]
+    logprobs: Sequence[TokenLogprob | None] = ()
+    decoder_seconds: float = 0.0
+
+
+class Launched(Protocol):
+    """A step that has begun."""
+
+    def collect(self) -> SampledStep:
+        """Waits for the step's end. Called once. Raises what `launch` may raise."""
+        ...
+
+
 class Decoder(Protocol):
     """Implemented by every backend and by the doubles of the tests; one conformance suite runs over all of them."""
 
@@ -58,18 +86,22 @@ class Decoder(Protocol):
 
     @property
     def row_invariant(self) -> bool:
-        """A row's logits are bitwise the same in any batch, for any chunking and any placement of its blocks."""
+        """A row's logits, and so its tokens, are bitwise the same in any batch, for any chunking and any placement of
+        its blocks."""
         ...
 
     def allocate(self, pools: PoolGeometry) -> None:
-        """Allocates the pools. Called once, before the first `forward`. May raise MemoryError."""
+        """Allocates the pools. Called once, before the first `launch`. May raise MemoryError."""
         ...
 
-    def forward(self, step: PackedStep) -> Any:
-        """Logits [len(step.logits_rows), vocab_size], float32, as a torch tensor on any device or a numpy array.
+    def launch(self, step: PackedStep, rows: Sequence[SampleRow]) -> Launched:
+        """Begins a step. `rows` say how the token is chosen that follows each of `step.logits_rows`, in that order.
 
-        Raises RetryableStepError (nothing is wrong with the decoder, the same step may succeed later) or
-        ExecutionMemoryExceeded; MemoryError and torch's out-of-memory error count as the latter, all else is fatal.
+        What a step raises, here or in `collect`, says what the engine does with it: it is rolled back, and then
+            ExecutionMemoryExceeded, MemoryError  memory ran out: it may succeed when there is more
+            RetryableStepError                    nothing is wrong with the decoder: it may succeed at the next try
+            SamplingFailed                        the same, and the model had run
+            any other error                       is fatal, the engine stops
         """
         ...
 

@@ -11,13 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_actor.decoding.decoder import Int64, PackedStep
-from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption
+from engine_actor.decoding.decoder import Int64, Launched, PackedStep
+from engine_actor.decoding.failures import step_failures
+from engine_actor.decoding.host_sampler import Float32, HostSampler
+from engine_actor.errors import ContractViolation, InvalidOption
 from engine_actor.manifest import DecoderManifest
 from engine_actor.memory.layout import PoolGeometry
 from engine_actor.models.rotary_table import RotaryTable
 from engine_actor.models.step_tensors import StepTensors
 from engine_actor.models.transformer import Transformer
+from engine_actor.sampling.sample_row import SampleRow
 from engine_actor.weights.checkpoint import Progress
 from engine_actor.weights.header import require_head_size
 from engine_actor.weights.opening import open_checkpoint
@@ -40,6 +43,7 @@ class TorchDecoder:
         config = model.config
         self._model, self._device, self._dtype = model, device, dtype
         self._pools: PoolGeometry | None = None
+        self._sampler = HostSampler()
         self._manifest = DecoderManifest(
             vocab_size=config.vocab_size,
             context_length=config.context_length,
@@ -117,20 +121,20 @@ class TorchDecoder:
             )
         self._pools = pools
 
+    def launch(self, step: PackedStep, rows: Sequence[SampleRow]) -> Launched:
+        return self._sampler.launch(self._forward_to_host, step, rows)
+
+    def _forward_to_host(self, step: PackedStep) -> Float32:
+        with step_failures(len(step.input_ids)):
+            logits: Float32 = self.forward(step).cpu().numpy()
+            return logits
+
     @torch.inference_mode()
     def forward(self, step: PackedStep) -> Tensor:
-        """Logits, float32 [len(step.logits_rows), vocab_size], on `device`. Raises ExecutionMemoryExceeded."""
-        try:
-            for layer in self._model.layers if step.block_copies else ():
-                copy_blocks(layer.attention.key_cache, layer.attention.value_cache, step.block_copies)
-            return self._model(self._on_device(step))
-        except torch.OutOfMemoryError as error:
-            raise ExecutionMemoryExceeded(f"a step of {len(step.input_ids)} tokens: {error}") from error
-        except RuntimeError as error:
-            # The CPU allocator has no exception type of its own.
-            if "can't allocate memory" not in str(error):
-                raise
-            raise ExecutionMemoryExceeded(f"a step of {len(step.input_ids)} tokens: {error}") from error
+        """Logits, float32 [len(step.logits_rows), vocab_size], on `device`. Raises what torch raises."""
+        for layer in self._model.layers if step.block_copies else ():
+            copy_blocks(layer.attention.key_cache, layer.attention.value_cache, step.block_copies)
+        return self._model(self._on_device(step))
 
     @torch.inference_mode()
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[Any]:

@@ -13,30 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_actor.options import SamplingParams
-from engine_actor.sampling.logits_processors import RowContext, bytes_of_bits, process
+from engine_actor.sampling.logits_processors import bytes_of_bits, process
 from engine_actor.sampling.philox import uniforms
+from engine_actor.sampling.sample_row import SampleRow
 
 Float32 = NDArray[np.float32]
 Ids = NDArray[np.intp]
 
 EDGE = 1e-9  # share at the far end that is never asked for: far above the rounding of sums, far below what can be seen
-
-
-@dataclass(slots=True)
-class SampleRow:
-    """position: absolute index that the chosen token will have in its sequence. context: only where the row's logits
-    are changed first. Not frozen only because a frozen one takes three times as long to make."""
-
-    params: SamplingParams
-    position: int
-    context: RowContext | None = None
 
 
 class BatchedSampler:
@@ -45,30 +35,29 @@ class BatchedSampler:
         self._weights = np.empty(0, np.float32)
         self._changed = np.empty(0, np.float32)
 
-    def sample(self, logits: Any, rows: Sequence[SampleRow]) -> list[int | None]:
+    def sample(self, logits: Float32, rows: Sequence[SampleRow]) -> list[int | None]:
         """One token a row; None for a row whose logits hold no usable number, so that it fails alone.
 
-        logits: float32 [len(rows), vocab], a torch tensor on any device or a numpy array. Left as they are.
+        logits: float32 [len(rows), vocab]. Left as they are.
         """
         if not rows:
             return []
-        host = to_host(logits)
-        assert host.shape[0] == len(rows), f"{host.shape[0]} rows of logits for {len(rows)} samples"
-        best = host.argmax(axis=1)
+        assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} samples"
+        best = logits.argmax(axis=1)
         # argmax stops at the first NaN, so a peak that is finite is a true one.
-        peaks = host[np.arange(len(rows)), best]
+        peaks = logits[np.arange(len(rows)), best]
         tokens: list[int | None] = best.tolist()
         for broken in np.flatnonzero(~np.isfinite(peaks)):
             tokens[broken] = None
         own = [i for i, row in enumerate(rows) if row.context is not None or not row.params.greedy]
         if own:
-            self._make_room(host.shape[1])
+            self._make_room(logits.shape[1])
             random = [rows[i] for i in own if not rows[i].params.greedy]
             draws = iter(uniforms([r.params.seed for r in random], [r.position for r in random]) if random else ())
             with np.errstate(over="ignore"):  # a logit infinitely far below the peak has no weight, as it should
                 for i in own:
                     u = None if rows[i].params.greedy else float(next(draws))
-                    tokens[i] = self._choose(host[i], peaks[i], tokens[i], rows[i], u)
+                    tokens[i] = self._choose(logits[i], peaks[i], tokens[i], rows[i], u)
         return tokens
 
     def _choose(
@@ -87,14 +76,6 @@ class BatchedSampler:
         if len(self._weights) < vocab_size:
             self._weights = np.empty(vocab_size, np.float32)
             self._changed = np.empty(8 * bytes_of_bits(vocab_size), np.float32)
-
-
-def to_host(logits: Any) -> Float32:
-    """float32 [rows, vocab] in main memory."""
-    if isinstance(logits, np.ndarray):
-        return logits
-    array: Float32 = logits.cpu().numpy()
-    return array
 
 
 def _draw(logits: Float32, peak: np.float32, params: SamplingParams, u: float, room: Float32) -> int:

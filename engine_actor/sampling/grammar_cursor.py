@@ -18,7 +18,8 @@ from llguidance import LLMatcher
 
 from engine_actor.errors import GrammarFailed
 from engine_actor.sampling.json_keys import KeyTokens, KeyWatch
-from engine_actor.sampling.logits_processors import Bits, bytes_of_bits
+from engine_actor.sampling.logits_processors import bytes_of_bits
+from engine_actor.sampling.sample_row import Bits
 from engine_actor.sampling.vocabulary import Words
 
 logger = logging.getLogger("moorage.engine")

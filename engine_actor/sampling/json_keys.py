@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_actor.sampling.logits_processors import Bits
+from engine_actor.sampling.sample_row import Bits
 
 _QUOTE, _BACKSLASH = b'"\\'
 _SHORT = b'"\\bfnrt'

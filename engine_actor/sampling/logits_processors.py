@@ -7,16 +7,14 @@ replay elsewhere see the same logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_actor.options import SamplingParams
+from engine_actor.sampling.sample_row import RowContext
 
 Float32 = NDArray[np.float32]
-Bits = NDArray[np.uint8]
-"""One for each token, the first in the lowest place of a byte."""
 
 # What is added to eight logits, for each byte of bits. To look that up takes as long whatever is allowed; to set logits
 # by a condition up to fifteen times as long, where the condition is hard to foresee.
@@ -29,25 +27,15 @@ def bytes_of_bits(vocab_size: int) -> int:
     return (vocab_size + 31) // 32 * 4
 
 
-@dataclass(frozen=True, slots=True)
-class RowContext:
-    """tokens: the whole sequence; the last `generated` of them are this turn's. banned: may not be chosen now, such as
-    what would end a turn below its minimum length (F278). mask: what a grammar lets follow; None: all."""
-
-    tokens: Sequence[int]
-    generated: int
-    banned: frozenset[int] = frozenset()
-    mask: Bits | None = None
-
-
 def process(logits: Float32, params: SamplingParams, context: RowContext, room: Float32) -> Float32:
     """The changed logits of one row, float32 [vocab]: the beginning of `room`, which has 8 entries for each byte of the
     mask."""
     changed = room[: len(logits)]
-    if context.mask is None:
+    mask = None if context.mask is None else context.mask()
+    if mask is None:
         np.copyto(changed, logits)
     else:
-        _ADDED.take(context.mask, axis=0, out=room.reshape(-1, 8), mode="clip")  # 'clip' spares a copy
+        _ADDED.take(mask, axis=0, out=room.reshape(-1, 8), mode="clip")  # 'clip' spares a copy
         changed += logits
     for token, bias in params.logit_bias:
         changed[token] += np.float32(bias)

@@ -25,12 +25,13 @@ from engine_actor.manifest import DecoderManifest, PagedState
 from engine_actor.memory.layout import PoolGeometry
 from engine_actor.options import SamplingParams, TurnOptions
 from tests.support.engines import engine_of
+from tests.support.logits_decoder import HostSampled
 
 VOCAB = 64
 PHASES = ("plan", "reserve", "checkpoint", "pack", "sample", "prepare", "commit", "publish", "other")
 
 
-class InstantDecoder:
+class InstantDecoder(HostSampled):
     """Returns the same logits for every row."""
 
     row_invariant = True

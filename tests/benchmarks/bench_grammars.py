@@ -32,6 +32,7 @@ from engine_actor.options import GrammarKind, GrammarSpec, TurnOptions
 from engine_actor.sampling.grammar_cursor import Cursor
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.engines import engine_of
+from tests.support.logits_decoder import HostSampled
 
 SCHEMA = {
     "type": "array",
@@ -46,7 +47,7 @@ SCHEMA = {
 PEOPLE = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 
 
-class InstantDecoder:
+class InstantDecoder(HostSampled):
     """Random logits, the same for every step, against which each row is masked."""
 
     row_invariant = True

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_actor.core.engine import Engine, is_memory_exhaustion
+from engine_actor.core.engine import Engine
 from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.core.step import StepTransaction
 from engine_actor.errors import (
@@ -28,6 +28,7 @@ from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.outcomes import StepOutcome
 from engine_actor.requests.record import FinishReason, RequestStatus, TokenHistory
 from engine_actor.requests.request import Request
+from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import (
@@ -146,25 +147,13 @@ def test_what_the_model_raises_decides_what_follows(error: Exception, outcome: S
     assert [e.token for e in run_out(engine)] == [5]
 
 
-@pytest.mark.parity("F171")
-def test_an_exception_is_memory_by_its_kind_or_its_words() -> None:
-    class OutOfMemoryError(RuntimeError):
-        pass
-
-    class Derived(OutOfMemoryError):
-        pass
-
-    assert is_memory_exhaustion(Derived("x"))
-    assert not is_memory_exhaustion(RuntimeError("memory"))
-
-
 @pytest.mark.parity("F170", scenario="FA-05")
 def test_a_failure_after_the_model_is_retryable_and_names_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(ForcedDecoder())
     request = engine.create_request()
     request.begin_turn(P10, TurnOptions(2))
     with monkeypatch.context() as patched:
-        patched.setattr(engine._sampler, "sample", raising(ValueError("bad row")))
+        patched.setattr(BatchedSampler, "sample", raising(ValueError("bad row")))
         [event] = engine.run(8)
     assert event.flags == EventFlags.RETRYABLE and "ValueError: bad row" in event.message
     assert (request.tokens, request.status) == (P10, RequestStatus.WAITING)

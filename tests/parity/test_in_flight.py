@@ -13,6 +13,7 @@ import pytest
 from engine_actor.errors import ContractViolation, InvalidCall, StaleView
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.requests.record import RequestStatus
+from engine_actor.sampling.batched_sampler import BatchedSampler
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, solo
 from tests.support.engine_room import OpenedEngine, row_of
 
@@ -157,13 +158,15 @@ def test_nothing_can_be_preempted_closed_or_cancelled_while_its_step_runs() -> N
 
 
 @pytest.mark.parity("F350", "F349", "F348")
-def test_what_a_step_copies_from_stays_pinned_until_its_logits_were_read_and_nothing_waits_for_it() -> None:
+def test_what_a_step_copies_from_stays_pinned_until_its_logits_were_read_and_nothing_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     room = OpenedEngine()
     parent = room.dormant([5, 9, 13])
     child = parent.fork()
     room.requests.append(child)
     child.begin_turn([7])
-    forward, sample, owners, order = room.decoder.forward, room.engine._sampler.sample, [], []
+    forward, sample, owners, order = room.decoder.forward, BatchedSampler.sample, [], []
 
     def watch_forward(step: Any) -> Any:
         ((source, copy),) = step.block_copies
@@ -172,13 +175,13 @@ def test_what_a_step_copies_from_stays_pinned_until_its_logits_were_read_and_not
         assert room.pool.owner_count(source) == 2
         return forward(step)
 
-    def watch_sample(logits: Any, rows: Any) -> Any:
+    def watch_sample(sampler: BatchedSampler, logits: Any, rows: Any) -> Any:
         order.append("sample")
         assert room.pool.owner_count(owners[0]) == 2
-        return sample(logits, rows)
+        return sample(sampler, logits, rows)
 
     room.decoder.forward = watch_forward  # type: ignore[method-assign]
-    room.engine._sampler.sample = watch_sample  # type: ignore[method-assign]
+    monkeypatch.setattr(BatchedSampler, "sample", watch_sample)
     room.step()
     assert order == ["forward", "sample"]  # one call each: no step and no wait between them
     assert [room.pool.owner_count(block) for block in owners] == [1, 1]

@@ -170,7 +170,7 @@ def fail_sampler(engine: Engine, patched: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("sampler")
 
-    patched.setattr(engine._sampler, "sample", broken)
+    patched.setattr(BatchedSampler, "sample", broken)
 
 
 def fail_second_stage(engine: Engine, patched: pytest.MonkeyPatch) -> None:
@@ -431,11 +431,11 @@ def test_phases_out_of_order_are_refused() -> None:
 
     def new_step() -> StepTransaction:
         plan = engine._scheduler.plan(1)
-        return StepTransaction(plan, engine._lifecycle, engine._decoder, engine._packer, engine._sampler)
+        return StepTransaction(plan, engine._lifecycle, engine._decoder, engine._packer)
 
     step = new_step()
     before = everything(engine)
-    for phase in (step.checkpoint, step.execute, step.sample, step.prepare, step.commit):
+    for phase in (step.checkpoint, step.launch, step.collect, step.stage, step.prepare, step.commit):
         with pytest.raises(ContractViolation, match="cannot follow planned"):
             phase()
     step.reserve()
@@ -448,10 +448,11 @@ def test_phases_out_of_order_are_refused() -> None:
     step.roll_back()
     assert everything(engine) == before
     with pytest.raises(ContractViolation, match="cannot follow rolled_back"):
-        step.execute()
+        step.launch()
 
     step = new_step()
-    for phase in (step.reserve, step.checkpoint, step.execute, step.sample, step.prepare, step.commit):
+    phases = (step.reserve, step.checkpoint, step.launch, step.collect, step.stage, step.prepare, step.commit)
+    for phase in phases:
         phase()
     with pytest.raises(ContractViolation, match="cannot be rolled back"):
         step.roll_back()

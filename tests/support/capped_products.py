@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.decoding.load import load_decoder
+from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.memory.layout import PoolGeometry
 from kernels import native, processor
 from kernels.activation import gated_gelu_tanh, gated_silu
@@ -115,6 +116,7 @@ def _logits(model: Path, chosen: dict[str, str]) -> dict[str, Tensor]:
         loaded = load_decoder(ActorOptions(str(model), dtype=dtype, device="cpu"))
         chosen["notes"] = "; ".join(loaded.notes)
         decoder = loaded.decoder
+        assert isinstance(decoder, TorchDecoder)
         decoder.allocate(PoolGeometry(16, 16))
         found[f"logits {dtype}"] = run_in_chunks(decoder, _TOKENS, 32, [1, 2, 3])
         company = decoder.forward(pack([Row([5] * 9, 0, [8]), Row(_TOKENS, 0, [4, 5, 6])]))[9:]

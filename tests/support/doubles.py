@@ -19,6 +19,7 @@ from engine_actor.memory.layout import PoolGeometry
 from engine_actor.requests.events import EngineEvent
 from engine_actor.requests.request import Request
 from tests.support.engines import engine_of
+from tests.support.logits_decoder import HostSampled
 
 POISON = -(10**9)
 
@@ -28,7 +29,7 @@ def next_token(sequence: list[int], vocab: int = 64) -> int:
     return (sequence[0] + sequence[-1] + len(sequence)) % vocab
 
 
-class SyntheticDecoder:
+class SyntheticDecoder(HostSampled):
     row_invariant = True
 
     def __init__(self, vocab: int = 64, eos: int = 1, context: int = 4096, drafts: int = 0) -> None:

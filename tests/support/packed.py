@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine_actor.decoding.decoder import Decoder, PackedStep
+from engine_actor.decoding.decoder import PackedStep
+from tests.support.logits_decoder import LogitsDecoder
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def pack(
     )
 
 
-def run_in_chunks(decoder: Decoder, tokens: Sequence[int], chunk: int, blocks: Sequence[int]) -> torch.Tensor:
+def run_in_chunks(decoder: LogitsDecoder, tokens: Sequence[int], chunk: int, blocks: Sequence[int]) -> torch.Tensor:
     """Logits of every token of one sequence, `chunk` tokens a step: float32 [len(tokens), vocab]."""
     parts = [
         decoder.forward(pack([Row(tokens[start : start + chunk], start, blocks)]))

@@ -24,6 +24,7 @@ from serve_app.cluster.deployments import EngineDeployment
 from serve_app.cluster.routing.sticky_router import ONLY, StickyRouter
 from serve_app.config import AppArgs
 from serve_app.text.tokenizer import Tokenizer
+from tests.support.logits_decoder import HostSampled
 
 if TYPE_CHECKING:
     from engine_actor.actor.actor import DecoderFactory, EngineActor
@@ -33,7 +34,7 @@ TOKEN_SECONDS = 0.001
 FIRST_WORD, WORDS = 1000, 5000  # ids of ordinary tokens in the demo model's vocabulary
 
 
-class SimulatedDecoder:
+class SimulatedDecoder(HostSampled):
     """Sleeps for a step and for each of its tokens; the next token is a function of the last one and its place."""
 
     row_invariant = True

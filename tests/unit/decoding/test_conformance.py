@@ -9,26 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.memory.layout import PoolGeometry
+from engine_actor.options import SamplingParams
+from engine_actor.sampling.batched_sampler import BatchedSampler
+from engine_actor.sampling.logprobs import logprob_of
+from engine_actor.sampling.sample_row import RowContext, SampleRow
 from tests.support import tiny_models
 from tests.support.doubles import ForcedDecoder, MixingDecoder, RecurrentMixingDecoder, SyntheticDecoder
+from tests.support.logits_decoder import LogitsDecoder
 from tests.support.packed import STATE_SLOTS, Row, pack
 
 BLOCK = 4
 SEQUENCE = [5, 9, 13, 20, 2, 11, 30, 8, 17, 6, 3]
 
 
-def _torch(family: str, dtype: str) -> Callable[[Path], Decoder]:
-    def build(folder: Path) -> Decoder:
+def _torch(family: str, dtype: str) -> Callable[[Path], LogitsDecoder]:
+    def build(folder: Path) -> LogitsDecoder:
         tiny_models.build(family).save_pretrained(folder)
         return TorchDecoder.load(folder, dtype=dtype, device="cpu")
 
     return build
 
 
-DECODERS: dict[str, Callable[[Path], Decoder]] = {
+DECODERS: dict[str, Callable[[Path], LogitsDecoder]] = {
     "synthetic": lambda _: SyntheticDecoder(),
     "forced": lambda _: ForcedDecoder(),
     "mixing": lambda _: MixingDecoder(),
@@ -40,14 +44,17 @@ DECODERS: dict[str, Callable[[Path], Decoder]] = {
 
 
 @pytest.fixture(params=DECODERS)
-def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> LogitsDecoder:
     made = DECODERS[request.param](tmp_path)
     made.allocate(PoolGeometry(32, BLOCK, STATE_SLOTS if made.manifest.state_bytes else 0))
     return made
 
 
 def run(
-    decoder: Decoder, rows: Sequence[Row], wanted: Sequence[int] | None = None, copies: Sequence[tuple[int, int]] = ()
+    decoder: LogitsDecoder,
+    rows: Sequence[Row],
+    wanted: Sequence[int] | None = None,
+    copies: Sequence[tuple[int, int]] = (),
 ) -> np.ndarray:
     logits = decoder.forward(pack(rows, wanted, copies, states=decoder.manifest.state_bytes > 0))
     array = logits.numpy() if isinstance(logits, torch.Tensor) else logits
@@ -56,22 +63,47 @@ def run(
     return np.array(array)
 
 
-def whole(decoder: Decoder) -> np.ndarray:
+def whole(decoder: LogitsDecoder) -> np.ndarray:
     return run(decoder, [Row(SEQUENCE, 0, [1, 2, 3])])
 
 
-def test_logits_come_in_the_order_in_which_they_were_asked_for(decoder: Decoder) -> None:
+def test_logits_come_in_the_order_in_which_they_were_asked_for(decoder: LogitsDecoder) -> None:
     expected = whole(decoder)
     assert np.array_equal(run(decoder, [Row(SEQUENCE, 0, [1, 2, 3])], [10, 0, 4]), expected[[10, 0, 4]])
 
 
-def test_a_step_that_wants_no_logits_returns_none_and_still_writes(decoder: Decoder) -> None:
+def test_a_launched_step_gives_the_token_and_the_logprobs_of_each_wanted_row(decoder: LogitsDecoder) -> None:
+    logits = whole(decoder)[[10, 0, 4]]
+    rows = [
+        SampleRow(SamplingParams(), 11, logprobs=2),
+        SampleRow(SamplingParams(1.0, seed=7), 1),
+        SampleRow(
+            SamplingParams(0.7, top_p=0.9, seed=8), 5, RowContext([], 0, frozenset({int(logits[2].argmax())}), None), 0
+        ),
+    ]
+    step = pack([Row(SEQUENCE, 0, [1, 2, 3])], [10, 0, 4], states=decoder.manifest.state_bytes > 0)
+    sampled = decoder.launch(step, rows).collect()
+    assert sampled.tokens == BatchedSampler().sample(logits, rows)
+    tokens = [token for token in sampled.tokens if token is not None]
+    assert sampled.logprobs == [logprob_of(logits[0], tokens[0], 2), None, logprob_of(logits[2], tokens[2], 0)]
+    assert sampled.decoder_seconds > 0
+
+
+def test_a_step_that_chooses_no_token_still_writes(decoder: LogitsDecoder) -> None:
+    expected = whole(decoder)
+    states = decoder.manifest.state_bytes > 0
+    sampled = decoder.launch(pack([Row(SEQUENCE[:6], 0, [4, 5, 6])], [], states=states), []).collect()
+    assert (list(sampled.tokens), list(sampled.logprobs)) == ([], [])
+    assert np.allclose(run(decoder, [Row(SEQUENCE[6:], 6, [4, 5, 6])]), expected[6:], atol=1e-4)
+
+
+def test_a_step_that_wants_no_logits_returns_none_and_still_writes(decoder: LogitsDecoder) -> None:
     expected = whole(decoder)
     assert run(decoder, [Row(SEQUENCE[:6], 0, [4, 5, 6])], []).shape == (0, decoder.manifest.vocab_size)
     assert np.allclose(run(decoder, [Row(SEQUENCE[6:], 6, [4, 5, 6])]), expected[6:], atol=1e-4)
 
 
-def test_rows_are_the_same_in_any_company_chunk_and_place(decoder: Decoder) -> None:
+def test_rows_are_the_same_in_any_company_chunk_and_place(decoder: LogitsDecoder) -> None:
     if not decoder.row_invariant:
         pytest.skip("this decoder does not claim it on this machine")
     expected = whole(decoder)
@@ -85,14 +117,14 @@ def test_rows_are_the_same_in_any_company_chunk_and_place(decoder: Decoder) -> N
         assert np.array_equal(np.concatenate(found), expected), f"chunks of {chunk}"
 
 
-def test_a_step_writes_only_into_the_blocks_that_it_names(decoder: Decoder) -> None:
+def test_a_step_writes_only_into_the_blocks_that_it_names(decoder: LogitsDecoder) -> None:
     expected = whole(decoder)
     run(decoder, [Row(SEQUENCE[:7], 0, [1, 2])], [])
     run(decoder, [Row([3] * 12, 0, [5, 6, 7]), Row([4] * 9, 0, [8, 9, 10])], [])
     assert np.allclose(run(decoder, [Row(SEQUENCE[7:], 7, [1, 2, 3])]), expected[7:], atol=1e-4)
 
 
-def test_positions_that_were_never_committed_are_written_again(decoder: Decoder) -> None:
+def test_positions_that_were_never_committed_are_written_again(decoder: LogitsDecoder) -> None:
     """After a rollback the same positions are simply written anew."""
     expected = whole(decoder)
     run(decoder, [Row(SEQUENCE[:5], 0, [1, 2, 3])], [])
@@ -100,7 +132,7 @@ def test_positions_that_were_never_committed_are_written_again(decoder: Decoder)
     assert np.allclose(run(decoder, [Row(SEQUENCE[5:], 5, [1, 2, 3])]), expected[5:], atol=1e-4)
 
 
-def test_blocks_are_copied_before_anything_is_written(decoder: Decoder) -> None:
+def test_blocks_are_copied_before_anything_is_written(decoder: LogitsDecoder) -> None:
     expected = whole(decoder)
     run(decoder, [Row(SEQUENCE[:6], 0, [1, 2])], [])
     # One row goes on in the source block while another starts from its copy, in one step.
@@ -131,7 +163,7 @@ def test_a_decoder_goes_on_from_what_the_blocks_of_another_hold(name: str, tmp_p
         assert np.array_equal(part, rows) if here.row_invariant else np.allclose(part, rows, atol=1e-4)
 
 
-def test_the_manifest_describes_the_pools(decoder: Decoder) -> None:
+def test_the_manifest_describes_the_pools(decoder: LogitsDecoder) -> None:
     paged = decoder.manifest.paged
     assert paged.layers == tuple(range(len(paged.layers)))
     per_position = 2 * len(paged.layers) * paged.kv_heads * paged.head_size * paged.element_bytes

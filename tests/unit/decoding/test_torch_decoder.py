@@ -13,6 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.errors import ContractViolation, ExecutionMemoryExceeded, InvalidOption
 from engine_actor.memory.layout import PoolGeometry
+from engine_actor.options import SamplingParams
+from engine_actor.sampling.sample_row import SampleRow
 from kernels import native
 from tests.support import tiny_models
 from tests.support.gguf_writing import write_gguf
@@ -155,14 +157,14 @@ def test_running_out_of_memory_is_told_apart_and_the_next_step_works(
     with monkeypatch.context() as patch:
         patch.setattr(type(decoder._model), "__call__", lambda model, tensors: run_out(tensors))
         with pytest.raises(ExecutionMemoryExceeded, match="a step of 5 tokens"):
-            decoder.forward(step)
+            decoder.launch(step, [SampleRow(SamplingParams(), 5)])
     assert torch.equal(decoder.forward(step), expected)
 
 
 def test_other_failures_of_a_step_are_not_taken_for_want_of_memory(folders: dict[str, Path]) -> None:
     decoder = _load(folders["llama"])
     with pytest.raises((IndexError, RuntimeError), match="index out of range"):
-        decoder.forward(pack([Row([tiny_models.VOCAB + 5], 0, [1])]))
+        decoder.launch(pack([Row([tiny_models.VOCAB + 5], 0, [1])]), [SampleRow(SamplingParams(), 1)])
 
 
 @pytest.mark.parametrize(("name", "value"), [("dtype", "float16"), ("device", "tpu"), ("weights", "int8")])

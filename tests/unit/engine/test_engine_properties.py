@@ -27,7 +27,8 @@ from engine_actor.options import RequestOptions, SamplingParams, TurnOptions
 from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
-from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
+from engine_actor.sampling.batched_sampler import BatchedSampler
+from engine_actor.sampling.sample_row import SampleRow
 from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
 from tests.support.engines import engine_of
 from tests.support.grammars import alphabet, regex

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_actor.errors import InvalidOption
 from engine_actor.options import SamplingParams
-from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
+from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.sampling.philox import uniforms
+from engine_actor.sampling.sample_row import SampleRow
 
 
 def sample_one(logits: np.ndarray, params: SamplingParams, position: int = 0) -> int | None:
@@ -197,13 +197,6 @@ def test_a_row_without_usable_numbers_fails_alone(broken: str, params: SamplingP
         logits[1] = -np.inf
     tokens = BatchedSampler().sample(logits, [SampleRow(params, 0)] * 3)
     assert tokens == [2, None, 2]
-
-
-def test_torch_logits_are_taken_as_they_are() -> None:
-    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
-    rows = [SampleRow(SamplingParams(1.0, 10, 0.9, i), 5) for i in range(4)]
-    assert BatchedSampler().sample(logits, rows) == BatchedSampler().sample(logits.numpy(), rows)
-    assert BatchedSampler().sample(logits[:0], []) == []
 
 
 def test_a_batch_with_more_rows_than_parameters_is_refused() -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from engine_actor.errors import InvalidOption
 from engine_actor.options import SamplingParams, TurnOptions
-from engine_actor.sampling.batched_sampler import BatchedSampler, SampleRow
-from engine_actor.sampling.logits_processors import RowContext, process
+from engine_actor.sampling.batched_sampler import BatchedSampler
+from engine_actor.sampling.logits_processors import process
 from engine_actor.sampling.logprobs import logprob_of
+from engine_actor.sampling.sample_row import RowContext, SampleRow
 
 
 def row(*values: float) -> np.ndarray:
@@ -39,7 +40,7 @@ def test_a_mask_leaves_what_it_allows_as_it_is() -> None:
     logits = np.random.default_rng(0).normal(size=40).astype(np.float32)
     allowed = np.random.default_rng(1).random(40) < 0.5
     mask = np.packbits(np.pad(allowed, (0, 24)), bitorder="little")
-    out = process(logits, SamplingParams(), RowContext([], 0, mask=mask), np.empty(64, np.float32))
+    out = process(logits, SamplingParams(), RowContext([], 0, mask=lambda: mask), np.empty(64, np.float32))
     assert np.array_equal(out, np.where(allowed, logits, -np.inf))
 
 
