@@ -54,11 +54,12 @@ class SamplingParams:
     temperature 0 (or below 1e-5) or top_k 1 is greedy. top_k 0, top_p 1 and min_p 0 mean no limit. `seed` is the key of
     the random stream; the counter is the token's absolute index in its sequence, so a draw depends on nothing else.
 
-    min_p               least probability, as a share of the likeliest token's
-    presence_penalty    taken once from the logit of each token that this turn has generated
-    frequency_penalty   taken as often as this turn has generated it
-    repetition_penalty  divides the positive and multiplies the negative logits of all tokens in the sequence (F279)
-    logit_bias          (token, bias) pairs that are added to the logits
+    min_p                 least probability, as a share of the likeliest token's
+    presence_penalty      taken once from the logit of each token that this turn has generated
+    frequency_penalty     taken as often as this turn has generated it
+    repetition_penalty    divides the positive and multiplies the negative logits of all tokens in the sequence (F279)
+    logit_bias            (token, bias) pairs that are added to the logits
+    no_repeat_ngram_size  n: no token may complete a run of n tokens that the sequence has already (F280); 0: any may
     """
 
     temperature: float = 0.0
@@ -70,6 +71,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    no_repeat_ngram_size: int = 0
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, 0.0, 100.0)
@@ -80,6 +82,7 @@ class SamplingParams:
         require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        require_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
         for token, bias in self.logit_bias:
             require_integer("logit_bias", token, 0)
             require_number("logit_bias", bias, -100.0, 100.0)
@@ -92,7 +95,7 @@ class SamplingParams:
     def reshapes(self) -> bool:
         """The logits are changed before a token is chosen."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalised or self.logit_bias)
+        return bool(penalised or self.logit_bias or self.no_repeat_ngram_size)
 
 
 class GrammarKind(StrEnum):

@@ -284,7 +284,8 @@ class StepTransaction:
     def _why_failed(self, record: RequestRecord) -> tuple[int, str]:
         """Of a row for which no token could be chosen."""
         if record.grammar_cursor is None:
-            return ErrorCode.NOT_FINITE, "the model gave no finite number for the next token"
+            which = "any token that its options allow" if record.turn_options.sampling.reshapes else "the next token"
+            return ErrorCode.NOT_FINITE, f"the model gave no finite number for {which}"
         reason = self._unguided.get(record.id, "nothing that it allows has a finite number from the model")
         return ErrorCode.GRAMMAR, f"the answer's grammar failed: {reason}"
 

@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is chosen, in this order: grammar, bias, penalties, bans.
+"""What changes a row's logits before a token is chosen, in this order: grammar, bias, penalties, bans, n-grams.
 
 Each is a function of the row's own tokens and options, so nothing is kept between steps: a rollback, a preemption and a
 replay elsewhere see the same logits.
@@ -45,7 +45,21 @@ def process(logits: Float32, params: SamplingParams, context: RowContext, room: 
         _penalise_output(changed, context, params.presence_penalty, params.frequency_penalty)
     if context.banned:
         changed[sorted(context.banned)] = -np.inf
+    if params.no_repeat_ngram_size:
+        changed[_completions(context.tokens, params.no_repeat_ngram_size)] = -np.inf
     return changed
+
+
+def _completions(tokens: Sequence[int], size: int) -> NDArray[np.int64]:
+    """Of the whole sequence, the tokens that followed each earlier occurrence of its last `size - 1` (F280)."""
+    sequence = np.asarray(tokens, np.int64)
+    starts = len(sequence) - size + 1  # of all runs of `size`
+    if starts <= 0:
+        return sequence[:0]
+    same = np.ones(starts, np.bool_)
+    for offset in range(size - 1):
+        same &= sequence[offset : offset + starts] == sequence[starts + offset]
+    return sequence[size - 1 :][same]
 
 
 def _penalise_repetition(logits: Float32, tokens: Sequence[int], penalty: float) -> None:

@@ -51,6 +51,7 @@ class SamplingDefaults(BaseModel):
     top_k: int = Field(default=0, ge=0, le=MAX_INT32)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    no_repeat_ngram_size: int = Field(default=0, ge=0, le=MAX_INT32)
 
 
 class RequestLimits(BaseModel):

@@ -228,6 +228,7 @@ class GenerationRequest(Strict):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0, le=MAX_INT32)
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases), WithJsonSchema(_BIASES)] = ()
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_token_ids), WithJsonSchema(_TOKEN_IDS)] = ()
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT32)

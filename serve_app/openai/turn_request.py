@@ -94,4 +94,7 @@ def sampling_of(body: GenerationRequest, settings: IngressSettings) -> SamplingP
             defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
         ),
         logit_bias=body.logit_bias,
+        no_repeat_ngram_size=(
+            defaults.no_repeat_ngram_size if body.no_repeat_ngram_size is None else body.no_repeat_ngram_size
+        ),
     )

@@ -54,6 +54,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"frequency_penalty": v}, "frequency_penalty") for v in ("0", True, -2.001, 3, NAN, -INFINITY, -HUGE, [])],
     *[({"repetition_penalty": v}, "repetition_penalty") for v in
       ("1", True, 0, -1, 1e-320, 0.009, 100.1, NAN, INFINITY, HUGE, [])],
+    *[({"no_repeat_ngram_size": v}, "no_repeat_ngram_size") for v in ("3", True, 1.0, -1, 2**31, HUGE, NAN, [])],
     *[({"min_p": v}, "min_p") for v in ("0", True, -0.1, 1.1, NAN, INFINITY, HUGE, [])],
     *[({"min_tokens": v}, "min_tokens") for v in ("1", True, 1.0, -1, 2**31, HUGE, NAN, [], 513)],
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from engine_actor.options import SamplingParams, TurnOptions
+from engine_actor.requests.record import FinishReason
 from engine_actor.sampling import batched_sampler
 from tests.support.doubles import SyntheticDecoder, build_engine, run_out, tokens_of
 
@@ -101,6 +102,35 @@ def test_four_solo_turns_have_the_recorded_tokens_and_all_scenarios_are_628() ->
     solo = [answers([turn(27, sampling)])[0] for sampling in (GREEDY, WARM, NARROW, REPEATED)]
     assert digest(solo) == SOLO
     assert sum(map(len, solo)) + sum(sum(paths) for _, paths, _ in SCENARIOS.values()) == 628
+
+
+class PulledDecoder(SyntheticDecoder):
+    """Whatever came: token 7 is likeliest, then 42."""
+
+    def row_logits(self, sequence: list[int]) -> np.ndarray:
+        logits = np.full(VOCAB, 5.0, np.float32)
+        logits[[7, 42]] = 10.0, 8.0
+        return logits
+
+
+@pytest.mark.parity("F280", "F281", scenario="LP-03")
+def test_only_a_turn_that_asks_for_it_is_kept_from_repeating_an_n_gram() -> None:
+    engine = build_engine(PulledDecoder(VOCAB, EOS))
+    prompt, sizes = [5, 6, 7, 8, 5, 6], (0, 3)
+    requests = [engine.create_request() for _ in sizes]
+    for request, size in zip(requests, sizes, strict=True):
+        request.begin_turn(prompt, turn(1, SamplingParams(no_repeat_ngram_size=size)))
+    events = run_out(engine)
+    assert [tokens_of(events, request) for request in requests] == [[7], [42]]
+
+
+def test_where_every_token_is_banned_the_turn_ends_and_says_why() -> None:
+    engine = build_engine(SyntheticDecoder(4, 3))
+    request = engine.create_request()
+    request.begin_turn([0, 1, 2, 3], turn(1, SamplingParams(no_repeat_ngram_size=1)))
+    [event] = run_out(engine)
+    assert event.finish_reason is FinishReason.FAILED
+    assert event.message == "the model gave no finite number for any token that its options allow"
 
 
 def test_the_minimum_length_is_one_that_matters() -> None:

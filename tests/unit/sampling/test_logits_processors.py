@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine_actor.errors import InvalidOption
 from engine_actor.options import SamplingParams, TurnOptions
@@ -30,7 +32,6 @@ def processed(
 
 
 @pytest.mark.parity("F278", "F279", scenario="LP-01")
-@pytest.mark.parity("F277", lacks="there is no ban of repeated n-grams")
 def test_penalties_and_bans_change_the_logits_of_what_they_are_for() -> None:
     out = processed(row(4, -2, 3, 5), [0, 1], banned={3}, repetition_penalty=2.0)
     assert out == [2.0, -4.0, 3.0, -math.inf]
@@ -71,6 +72,38 @@ def test_bias_comes_before_penalties_and_bans() -> None:
 def test_the_repetition_penalty_comes_before_those_of_the_output() -> None:
     out = processed(row(4, -2, 3), [0, 1], generated=2, repetition_penalty=2.0, presence_penalty=1.0)
     assert out == [4 / 2 - 1, -2 * 2 - 1, 3.0]
+
+
+@pytest.mark.parity("F280", scenario="LP-02")
+def test_a_token_that_would_repeat_an_n_gram_is_banned_and_no_other() -> None:
+    out = processed(row(1, 1, 1, 1, 1), [1, 2, 3, 4, 1, 2], no_repeat_ngram_size=3)
+    assert out == [1, 1, 1, -math.inf, 1]
+
+
+@pytest.mark.parity("F280")
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=14),
+    size=st.integers(1, 5),
+)
+def test_what_repeats_an_n_gram_is_found_as_by_listing_all_of_them(tokens: list[int], size: int) -> None:
+    runs = {tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)}
+    tail = tuple(tokens[len(tokens) - size + 1 :]) if size > 1 else ()
+    banned = [(*tail, token) in runs for token in range(4)]
+    out = processed(row(0, 0, 0, 0), tokens, no_repeat_ngram_size=size)
+    assert [value == -math.inf for value in out] == banned
+
+
+@pytest.mark.parity("F277")
+def test_the_grammar_comes_first_then_bias_penalties_minimum_and_n_grams() -> None:
+    """Token 0 is penalised after its bias, 1 is masked, 2 ends the turn too early, 3 would repeat a pair, and a bias
+    does not bring back what is banned."""
+    params = SamplingParams(
+        repetition_penalty=2.0, logit_bias=((0, 3.0), (1, 50.0), (2, 50.0), (3, 50.0)), no_repeat_ngram_size=2
+    )
+    mask = np.array([0b11101, 0, 0, 0], np.uint8)
+    context = RowContext([4, 3, 0, 4], 0, frozenset({2}), lambda: mask)
+    out = process(row(1, 1, 1, 1, -2), params, context, np.empty(32, np.float32))
+    assert out.tolist() == [2.0, -math.inf, -math.inf, -math.inf, -4.0]
 
 
 @pytest.mark.parity("F281")
@@ -126,6 +159,7 @@ def test_logprobs_are_those_of_the_softmax_with_ties_in_order_of_id() -> None:
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),
+        ("no_repeat_ngram_size", -1),
         ("logit_bias", ((-1, 1.0),)),
         ("logit_bias", ((1, 101.0),)),
     ],
