@@ -138,6 +138,21 @@ async def test_every_length_is_answered_or_refused_as_it_should_be(
         await door.assert_nothing_is_left()
 
 
+async def test_an_answer_repeats_no_n_gram_where_the_request_forbids_it(
+    weights: TorchDecoder, prompts: PromptBuilder, smollm2_path: Path
+) -> None:
+    async with opened(weights, prompts, smollm2_path, 256) as door:
+        body = {"prompt": "again and again and again and", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        repeats = {}
+        for size in (0, 2):
+            answer = await door.http.post(COMPLETIONS, json={**body, "no_repeat_ngram_size": size})
+            words = answer.json()["choices"][0]["text"].split()
+            repeats[size] = len(words) - 1 - len(set(pairwise(words)))
+        assert repeats[0] > 5
+        assert repeats[2] == 0
+        await door.assert_nothing_is_left()
+
+
 async def test_under_overload_each_answer_is_the_text_that_its_prompt_gets_alone(
     weights: TorchDecoder, prompts: PromptBuilder, smollm2_path: Path
 ) -> None:
