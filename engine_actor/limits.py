@@ -14,9 +14,11 @@ class Numerics(StrEnum):
     """How much a token may depend on its company.
 
     `EXACT`: a token is the same alone, in any batch, for any chunking, on a hit or a miss and after a replay, bit
-    for bit; needs a decoder that declares `row_invariant`. `FAST`: near ties may fall either way.
+    for bit; needs a decoder that declares `row_invariant`. `FAST`: near ties may fall either way. `AUTO`: exact where
+    the decoder declares it and a probe at the start finds it so (`core/exactness.py`), else fast.
     """
 
+    AUTO = "auto"
     EXACT = "exact"
     FAST = "fast"
 
@@ -64,7 +66,7 @@ class EngineLimits:
     max_batch_size: int = 32
     max_scheduled_tokens: int = 2048
     chunk_size: int = 0
-    numerics: Numerics = Numerics.EXACT
+    numerics: Numerics = Numerics.AUTO
     preemption: bool = True
     max_preemptions: int = 4
     prefix_reuse: bool = True

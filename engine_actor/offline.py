@@ -12,9 +12,10 @@ from typing import Any
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.core.engine import Engine
+from engine_actor.core.exactness import settle_numerics
 from engine_actor.decoding.load import Progress, load_decoder
 from engine_actor.errors import InvalidOption
-from engine_actor.limits import EngineLimits
+from engine_actor.limits import EngineLimits, Numerics
 from engine_actor.memory.block_pool import Capacity
 from engine_actor.memory.block_table import blocks_for
 from engine_actor.memory.layout import pools_in_memory
@@ -83,10 +84,11 @@ class OfflineRequest:
 
 
 class OfflineEngine:
-    """Calls belong on the thread that loaded it."""
+    """Calls belong on the thread that loaded it. `numerics`: what those of `limits` came to on this machine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, numerics: Numerics) -> None:
         self.engine = engine
+        self.numerics = numerics
 
     def create_request(
         self, generation_params: Mapping[str, Any] | None = None, options: RequestOptions | None = None
@@ -144,7 +146,9 @@ def load_engine(
         max_sessions=max_sessions,
         max_model_len=max_model_len,
     )
-    return OfflineEngine(Engine(loaded.decoder, chosen, pools))
+    engine = Engine(loaded.decoder, chosen, pools)
+    numerics, _ = settle_numerics(loaded.decoder, chosen, pools)
+    return OfflineEngine(engine, numerics)
 
 
 def _changed(options: EngineTurnOptions, given: Mapping[str, Any]) -> EngineTurnOptions:

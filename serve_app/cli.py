@@ -74,7 +74,10 @@ def serve(
     device: Device = None,
     numerics: Annotated[
         str | None,
-        typer.Option(help="exact: a token is the same in any batch; fast: near ties may differ. [default: exact]"),
+        typer.Option(
+            help="exact: a token is the same in any batch; fast: near ties may differ; auto: exact where a probe at "
+            "the start finds it so. [default: auto]"
+        ),
     ] = None,
     kv_memory: KvMemory = None,
     max_model_len: MaxModelLen = None,

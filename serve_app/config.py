@@ -58,8 +58,9 @@ class AppArgs(RequestLimits):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one, else the CPU.")
     numerics: Numerics = Field(
-        Numerics.EXACT,
-        description="exact: a token is the same alone and in any batch. fast: near ties may fall either way.",
+        Numerics.AUTO,
+        description="exact: a token is the same alone and in any batch. fast: near ties may fall either way. auto: "
+        "exact where a probe at the start finds it so, else fast, and the start says so.",
     )
 
     # Replicas and what they ask of Ray

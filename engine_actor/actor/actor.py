@@ -24,8 +24,10 @@ from engine_actor.actor.owner_loop import OwnerLoop
 from engine_actor.actor.step_bound import StepBound
 from engine_actor.actor_options import ActorOptions
 from engine_actor.core.engine import Engine
+from engine_actor.core.exactness import settle_numerics
 from engine_actor.decoding.load import LoadedDecoder, load_decoder
 from engine_actor.errors import EngineUnhealthy, UnusableGrammar
+from engine_actor.limits import Numerics
 from engine_actor.memory.layout import PoolLayout, pools_in_memory
 from engine_actor.messages import (
     ForkOutcome,
@@ -63,14 +65,15 @@ class StartReport:
     weight_bytes: int
     pools: PoolLayout
     seconds: dict[str, float]  # of the steps of the start, in order
-    notes: tuple[str, ...]  # what makes it slower than it could be, and what to do
+    numerics: Numerics  # exact or fast
+    notes: tuple[str, ...]  # what makes it slower than it could be or promises less, and what to do
 
     def __str__(self) -> str:
         pools = self.pools
         text = (
             f"{self.model} ({self.dtype}); weights: {self.weight_bytes / 2**20:.0f} MiB; "
             f"KV cache: {pools.num_blocks} blocks of {pools.block_size} = {pools.tokens} tokens, "
-            f"{pools.bytes / 2**20:.0f} MiB"
+            f"{pools.bytes / 2**20:.0f} MiB; numerics {self.numerics.value}"
         )
         if pools.limited_by_pool:
             text += (
@@ -155,6 +158,8 @@ class EngineActor:
         )
         with watch.step("allocate pools"):
             engine = Engine(loaded.decoder, options.limits, pools, self._vocabulary)
+        with watch.step("probe numerics"):
+            numerics, note = settle_numerics(loaded.decoder, options.limits, pools)
         if self._vocabulary is not None:
             with watch.step("read vocabulary"):
                 engine.grammars.prepare()
@@ -164,7 +169,8 @@ class EngineActor:
         limits = TurnLimits(options.running_limit, options.queue_limit, options.max_turns_per_session)
         owner = OwnerLoop(engine, sessions, self.replica, limits, self._deliver_threadsafe, self._note_step)
         seconds = loaded.seconds | watch.seconds
-        return owner, StartReport(options.model, options.dtype, loaded.weight_bytes, pools, seconds, loaded.notes)
+        notes = loaded.notes if note is None else (*loaded.notes, note)
+        return owner, StartReport(options.model, options.dtype, loaded.weight_bytes, pools, seconds, numerics, notes)
 
     def _note_step(self, report: StepReport) -> None:
         self._step_bound.note(report)

@@ -60,7 +60,7 @@ class Engine:
         for when the first turn comes whose answer follows a grammar."""
         manifest = decoder.manifest
         if limits.numerics is Numerics.EXACT and not decoder.row_invariant:
-            raise InvalidOption("numerics", "exact", "'fast': this decoder's rows depend on their batch")
+            raise InvalidOption("numerics", "exact", "'auto' or 'fast': this decoder's rows depend on their batch")
         self.limits = limits
         self.pools = pools
         self.metrics = StepMetrics()

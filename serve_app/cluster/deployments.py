@@ -195,6 +195,7 @@ class EngineDeployment:
             "max_batch_size": self._options.limits.max_batch_size,
             "max_running_sequences": self._options.running_limit,
             "start_seconds": self._start_seconds,
+            "numerics": self._report.numerics.value,
             "notes": self._report.notes,
         }
 

@@ -30,7 +30,8 @@ def print_facts(session: RaySession) -> None:
         say(
             f"  {facts['replica']}: weights {facts['weight_bytes'] / 2**20:.0f} MiB; {facts['dtype']} KV cache "
             f"{facts['pool_bytes'] / 2**20:.0f} MiB = {facts['blocks']} blocks of {facts['block_size']} = "
-            f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}"
+            f"{facts['pool_tokens']} tokens; longest prompt {facts['longest_sequence'] - 1} tokens{short}; numerics "
+            f"{facts['numerics']}"
         )
         for note in facts["notes"]:
             say(f"  {facts['replica']}: {note}")

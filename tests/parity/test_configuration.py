@@ -61,7 +61,7 @@ def test_zero_is_no_limit_that_an_engine_could_work_with(name: str) -> None:
 def test_limits_have_their_defaults() -> None:
     limits = EngineLimits()
     assert (limits.block_size, limits.max_batch_size, limits.chunk_size) == (16, 32, 0)
-    assert (limits.preemption, limits.prefix_reuse, limits.numerics) == (True, True, Numerics.EXACT)
+    assert (limits.preemption, limits.prefix_reuse, limits.numerics) == (True, True, Numerics.AUTO)
     assert (limits.first_block_id, limits.block_order) == (1, "fifo")
     assert FairnessBounds.off() == FairnessBounds(UNBOUNDED, 0.0, UNBOUNDED) != limits.fairness
     pools = plan_pools(SyntheticDecoder(context=100).manifest, limits, num_blocks=8)
@@ -114,8 +114,8 @@ def test_an_engine_refuses_at_once_what_its_decoder_cannot_do() -> None:
     with pytest.raises(InvalidOption, match="max_length must be at most 64, not 65"):
         engine_of(decoder, num_blocks=8, max_length=65)
     decoder.row_invariant = False
-    with pytest.raises(InvalidOption, match="numerics must be 'fast'"):
-        engine_of(decoder, num_blocks=8)
+    with pytest.raises(InvalidOption, match="numerics must be 'auto' or 'fast'"):
+        engine_of(decoder, num_blocks=8, numerics=Numerics.EXACT)
     engine_of(decoder, num_blocks=8, numerics=Numerics.FAST)
 
 

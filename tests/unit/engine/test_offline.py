@@ -10,7 +10,7 @@ import pytest
 
 from engine_actor import offline as og
 from engine_actor.errors import InvalidCall, InvalidOption, StaleView
-from engine_actor.limits import EngineLimits
+from engine_actor.limits import EngineLimits, Numerics
 from engine_actor.memory.block_pool import Capacity
 from serve_app.text.tokenizer import load_tokenizer
 from tests.support.doubles import SyntheticDecoder
@@ -20,7 +20,9 @@ GUIDE = Path(__file__).parents[3] / "engine_actor" / "README.md"
 
 
 def small(**limits: Any) -> og.OfflineEngine:
-    return og.OfflineEngine(engine_of(SyntheticDecoder(vocab=64, eos=1), num_blocks=8, block_size=4, **limits))
+    return og.OfflineEngine(
+        engine_of(SyntheticDecoder(vocab=64, eos=1), num_blocks=8, block_size=4, **limits), Numerics.EXACT
+    )
 
 
 @pytest.mark.parity("F061", "F071")
@@ -91,7 +93,9 @@ def test_the_order_in_which_blocks_are_issued_can_be_chosen() -> None:
     """After blocks 1 to 3 went back, the next sequence gets the lowest again, or those that were free for longest."""
     for order, issued in (("lowest", [1, 2]), ("fifo", [4, 5])):
         decoder = SyntheticDecoder(vocab=64, eos=1)
-        engine = og.OfflineEngine(engine_of(decoder, num_blocks=8, block_size=4, block_order=order, prefix_reuse=False))
+        engine = og.OfflineEngine(
+            engine_of(decoder, num_blocks=8, block_size=4, block_order=order, prefix_reuse=False), Numerics.EXACT
+        )
         for length in (12, 8):
             request = engine.create_request({"max_generated_tokens": 1, "ignore_eos": True})
             request.begin_turn([5] * length)
