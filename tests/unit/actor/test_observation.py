@@ -6,6 +6,7 @@ import asyncio
 
 from engine_actor.actor.actor import EngineActor
 from engine_actor.decoding.load import LoadedDecoder
+from engine_actor.limits import Numerics
 from engine_actor.messages import session_key
 from engine_actor.requests.outcomes import StepOutcome, StepReport
 from tests.support.doubles import SyntheticDecoder
@@ -25,7 +26,8 @@ async def test_every_transaction_is_reported_once_with_its_tokens() -> None:
         reports.append,
     )
     report = await actor.start()
-    assert list(report.seconds) == ["allocate pools"]
+    assert list(report.seconds) == ["allocate pools", "probe numerics"]
+    assert report.numerics is Numerics.FAST and "; numerics fast" in str(report)
     answer = await ask(actor, turn([1, 2, 3], limit=4))
     await actor.stop()
     steps = [step for step in reports if step.outcome is StepOutcome.COMMITTED]
