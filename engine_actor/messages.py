@@ -211,6 +211,24 @@ class ForkOutcome(StrEnum):
     UNKNOWN = "unknown"  # no such session is here
     RUNNING = "running"  # a turn of it runs or waits
     EXISTS = "exists"  # the new name is taken
+    UNANSWERED = "unanswered"  # an engine that may know one of the two has not answered
+
+
+class DeleteOutcome(StrEnum):
+    """What became of the wish to delete a session, wherever it is."""
+
+    DELETED = "deleted"
+    UNKNOWN = "unknown"  # no engine knows it
+    UNANSWERED = "unanswered"  # no engine that has answered knows it, and some have not
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHolding:
+    """What one engine has of a session. `tokens`: of its whole sequence, cached or only remembered. `open`: turns of it
+    run or wait there."""
+
+    tokens: int
+    open: bool
 
 
 def session_key(cache_scope: str, session_id: str) -> str:

@@ -33,6 +33,7 @@ from engine_actor.messages import (
     ForkOutcome,
     MovedSession,
     RefusalCode,
+    SessionHolding,
     SessionInfo,
     TurnDelta,
     TurnRefused,
@@ -261,6 +262,11 @@ class EngineActor:
     async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         """A new session that begins with all the tokens of a dormant one."""
         return await self._on_owner(lambda loop: loop.sessions.fork(cache_scope, session_id, new_session_id))
+
+    async def session_holdings(self, cache_scope: str, session_ids: Sequence[str]) -> list[SessionHolding | None]:
+        """What is known here of each of these sessions, resident or only remembered; None of those that are unknown."""
+        keys = [session_key(cache_scope, session_id) for session_id in session_ids]
+        return await self._on_owner(lambda loop: [loop.sessions.holding(key) for key in keys])
 
     async def sessions(self, cache_scope: str | None = None) -> list[SessionInfo]:
         """Resident sessions of one cache scope, or of all."""

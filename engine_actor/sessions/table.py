@@ -28,6 +28,7 @@ from engine_actor.messages import (
     HistorySpan,
     MovedSession,
     OwnTokens,
+    SessionHolding,
     SessionInfo,
     TurnRequest,
     session_key,
@@ -351,6 +352,11 @@ class SessionTable:
             return 0
         session = self._sessions.get(session_key(turn.cache_scope, turn.session_id))
         return 0 if session is None else session.open_turns
+
+    def holding(self, key: str) -> SessionHolding | None:
+        """None if this session is not known here."""
+        session = self._sessions.get(key)
+        return None if session is None else SessionHolding(len(session.sequence()), session.open_turns > 0)
 
     def residents(self) -> dict[str, int]:
         """Tokens of each resident session, by its key; of one that runs, those of its prompt, so that the number

@@ -37,6 +37,8 @@ CONSTRUCTOR_TRIES = 2
 HEALTH_CHECK_TIMEOUT_SECONDS = 5.0
 # An ingress process that is asked much at once answers late, and works: it is given more.
 FRONT_DOOR_CHECK_TIMEOUT_SECONDS = 15.0
+# Beyond the time that it has to stop, a replica may take so long to be gone.
+ENDING_SECONDS = 15.0
 # How often an engine reports what presses it.
 PRESSURE_SECONDS = 1.0
 # One event loop for Serve, its router and our code, which never blocks it: with threads of their own, as is Serve's
@@ -86,6 +88,7 @@ def assemble(args: AppArgs, engine: type[EngineDeployment]) -> Application:
                 request_router_kwargs={
                     "spill_absolute": 2 * options.running_limit,
                     "name_spill_absolute": options.running_limit,
+                    "leaving_seconds": args.graceful_shutdown_timeout_seconds + ENDING_SECONDS,
                 },
                 request_routing_stats_period_s=args.routing_stats_period_seconds,
                 request_routing_stats_timeout_s=5.0,

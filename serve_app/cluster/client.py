@@ -2,32 +2,36 @@
 
 A stream from a replica starts with the replica's id, before the turn reaches its engine. So this side knows
 that the call has been placed (until then a missing replica is waited for, but not forever) and whom not to
-ask again. What happens when a replica is lost is in `failover`, how deltas travel is in `channel`.
+ask again. What happens when a replica is lost is in `failover`, how deltas travel is in `channel`, how replicas are
+asked for all else in `control_calls`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
-from typing import Any
 
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from engine_actor.messages import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.messages import (
+    DeleteOutcome,
+    ForkOutcome,
+    SessionHolding,
+    TurnDelta,
+    TurnRequest,
+    session_key,
+)
 from serve_app.cluster.channel.call import ChannelCaller
+from serve_app.cluster.control_calls import ControlCalls, ReplicaUnanswered
 from serve_app.cluster.failover.counters import FailoverCounters
 from serve_app.cluster.failover.turn import FailoverTurn, Patience
 from serve_app.cluster.failover.watch import ReplicaWatch
 from serve_app.cluster.port_watch import PortWatch
 from serve_app.cluster.routing.known_replicas import known_replicas
+from serve_app.cluster.routing.placement import by_rank
 from serve_app.cluster.routing.sticky_router import ONLY
+from serve_app.ingress.engine_client import ResidentSessions
 
-logger = logging.getLogger("moorage")
-
-_CONTROL_TIMEOUT_SECONDS = 5.0
 _READY_TIMEOUT_SECONDS = 2.0
 
 
@@ -50,6 +54,7 @@ class HandleEngineClient:
         self._turns = handle.options(stream=True, method_name="stream_turn")
         self._signs = handle.options(method_name="sign_of_life")
         self._known = known_replicas(handle.app_name, handle.deployment_name)
+        self._control = ControlCalls(handle, self._known)
         self._caller = ChannelCaller(handle, self._known)
         self._watch = ReplicaWatch(self._sign_of_life, self._known)
         self._counters = FailoverCounters()
@@ -78,58 +83,74 @@ class HandleEngineClient:
             raise
         return answer
 
-    async def sessions(self, cache_scope: str) -> list[SessionInfo]:
-        """Of the replicas that answer in time."""
-        return [session for answer in await self._broadcast("sessions", cache_scope) for session in answer]
+    async def sessions(self, cache_scope: str) -> ResidentSessions:
+        """One that has moved may have left a copy where it was: the one that counts is where a turn runs, else where
+        the routers send its turns to, among those the one with most of it."""
+        answers = await self._control.ask_each("sessions", cache_scope)
+        leaving = self._known.leaving
+        found = [info for infos in answers.by_replica.values() for info in infos]
+        found.sort(key=lambda info: (info.running, info.replica not in leaving, info.tokens, -info.idle_seconds))
+        return ResidentSessions(tuple({info.session_id: info for info in found}.values()), len(answers.unanswered))
 
-    async def close_session(self, cache_scope: str, session_id: str) -> bool:
-        return any(await self._broadcast("close_session", cache_scope, session_id))
+    async def delete_session(self, cache_scope: str, session_id: str) -> DeleteOutcome:
+        answers = await self._control.ask_each("close_session", cache_scope, session_id)
+        if any(answers.by_replica.values()):
+            return DeleteOutcome.DELETED
+        return DeleteOutcome.UNANSWERED if answers.unanswered else DeleteOutcome.UNKNOWN
 
     async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
-        """A replica sees only the names of its own sessions, so those of all are looked at first."""
-        if any(info.session_id == new_session_id for info in await self.sessions(cache_scope)):
+        """Where copies of the session are, one replica makes the fork: the same one whoever asks for it, so that a name
+        that is asked for twice is made once."""
+        answers = await self._control.ask_each("session_holdings", cache_scope, (session_id, new_session_id))
+        if answers.unanswered:
+            return ForkOutcome.UNANSWERED
+        holdings: dict[str, tuple[SessionHolding | None, SessionHolding | None]] = answers.by_replica
+        if any(new is not None for _, new in holdings.values()):
             return ForkOutcome.EXISTS
-        found = set(await self._broadcast("fork_session", cache_scope, session_id, new_session_id))
-        # What was left behind where the session has been may say otherwise than its home.
-        order = (ForkOutcome.FORKED, ForkOutcome.RUNNING, ForkOutcome.EXISTS)
-        return next((outcome for outcome in order if outcome in found), ForkOutcome.UNKNOWN)
+        sources = {replica: source for replica, (source, _) in holdings.items() if source is not None}
+        if any(source.open for source in sources.values()):
+            return ForkOutcome.RUNNING
+        if not sources:
+            return ForkOutcome.UNKNOWN
+        ranked = by_rank(session_key(cache_scope, session_id), sources)
+        home = max(ranked, key=lambda replica: (replica not in self._known.leaving, sources[replica].tokens))
+        try:
+            outcome = await self._control.ask(home, "fork_session", cache_scope, session_id, new_session_id)
+        except ReplicaUnanswered:
+            return ForkOutcome.UNANSWERED
+        if outcome is ForkOutcome.FORKED:
+            self._known.homes.note(session_key(cache_scope, new_session_id), home)
+        return ForkOutcome.UNKNOWN if outcome is None else ForkOutcome(outcome)
 
     async def context_limit(self) -> int | None:
-        """Asked until a replica answers: it does not change. Of different ones the largest counts, since the router
+        """Asked until all replicas answer: it does not change. Of different ones the largest counts, since the router
         may choose it; a smaller one refuses what is too long for it alone."""
         if self._context_limit is None:
-            try:
-                limits = await self._broadcast("context_limit", timeout=_READY_TIMEOUT_SECONDS)
-            except (TimeoutError, RayActorError):
-                return None
-            self._context_limit = max(limits, default=None)
+            answers = await self._control.ask_each("context_limit", seconds=_READY_TIMEOUT_SECONDS)
+            limit = max(answers.by_replica.values(), default=None)
+            if answers.unanswered:
+                return limit
+            self._context_limit = limit
         return self._context_limit
 
     async def ready(self) -> bool:
-        """Once a replica does not answer, each is asked by itself, so that it does not speak for all."""
+        """As soon as one says so: the others need not answer."""
         if self._head is not None and await self._head.lost():
             return False
-        if not self._known.silent:
-            try:
-                answers = await self._broadcast("accepting", timeout=_READY_TIMEOUT_SECONDS)
-                return any(answers) or (not answers and self._starts_on_demand)
-            except RayActorError:
-                return False
-            except TimeoutError:
-                logger.info("not all replicas said in time whether they are ready")
-        questions = (asyncio.wait_for(self._sign_of_life(r), _READY_TIMEOUT_SECONDS) for r in self._known.running)
-        answers = await asyncio.gather(*questions, return_exceptions=True)
-        return any(not isinstance(answer, BaseException) and answer[1] for answer in answers)
-
-    async def _broadcast(self, method: str, *args: Any, timeout: float = _CONTROL_TIMEOUT_SECONDS) -> list[Any]:
-        """The answers of all replicas; those that failed are left out, unless all did: then the first error
-        is raised."""
-        response = self._handle.broadcast(method, *args)
+        running = await self._control.running()
+        questions = [asyncio.create_task(self._accepts(replica)) for replica in running]
         try:
-            answers = await response.results_async(timeout_s=timeout, return_exceptions=True)
-        except DeploymentUnavailableError:  # no replica is running
-            return []
-        good = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if answers and not good:
-            raise answers[0]
-        return good
+            for answer in asyncio.as_completed(questions):
+                if await answer:
+                    return True
+        finally:
+            for question in questions:
+                question.cancel()
+        return not running and self._starts_on_demand
+
+    async def _accepts(self, replica: str) -> bool:
+        try:
+            answer = await self._control.ask(replica, "sign_of_life", seconds=_READY_TIMEOUT_SECONDS)
+        except ReplicaUnanswered:
+            return False
+        return answer is not None and bool(answer[1])

@@ -26,7 +26,7 @@ from ray.util.metrics import Counter
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
-from engine_actor.messages import ForkOutcome, MovedSession, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.messages import ForkOutcome, MovedSession, SessionHolding, SessionInfo, TurnDelta, TurnRequest
 from engine_actor.stopwatch import Stopwatch
 from serve_app.api import create_app
 from serve_app.cluster.autoscaling import PRESSURE, pressure
@@ -140,14 +140,29 @@ class EngineDeployment:
                     watch.note(delta)
                     yield delta
 
-    async def sessions(self, cache_scope: str | None) -> list[SessionInfo]:
-        return await self._actor.sessions(cache_scope)
+    # What `ControlCalls` asks. `only`: the replica that is meant; another one gives None.
 
-    async def close_session(self, cache_scope: str, session_id: str) -> bool:
-        return await self._actor.close_session(cache_scope, session_id)
+    async def sessions(self, cache_scope: str | None, only: str) -> list[SessionInfo] | None:
+        return await self._actor.sessions(cache_scope) if only == self._replica else None
 
-    async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
+    async def close_session(self, cache_scope: str, session_id: str, only: str) -> bool | None:
+        return await self._actor.close_session(cache_scope, session_id) if only == self._replica else None
+
+    async def session_holdings(
+        self, cache_scope: str, session_ids: Sequence[str], only: str
+    ) -> list[SessionHolding | None] | None:
+        return await self._actor.session_holdings(cache_scope, session_ids) if only == self._replica else None
+
+    async def fork_session(
+        self, cache_scope: str, session_id: str, new_session_id: str, only: str
+    ) -> ForkOutcome | None:
+        if only != self._replica:
+            return None
         return await self._actor.fork_session(cache_scope, session_id, new_session_id)
+
+    async def context_limit(self, only: str) -> int | None:
+        """Longest sequence that this replica can hold."""
+        return self._actor.context_length if only == self._replica else None
 
     async def adopt(self, moved: MovedSession, avoid: tuple[str, ...] = ()) -> bool:
         """Takes over a conversation of a replica that is stopped; False if it is known or was deleted here. `avoid` is
@@ -161,10 +176,6 @@ class EngineDeployment:
     async def forget_moved(self, keys: list[str], only: str) -> None:
         """What a replica that is stopped has sent here and was deleted meanwhile. `only` is for the router alone."""
         await self._actor.forget_moved(keys)
-
-    async def context_limit(self) -> int:
-        """Longest sequence that this replica can hold."""
-        return self._actor.context_length
 
     async def accepting(self) -> bool:
         try:

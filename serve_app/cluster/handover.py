@@ -25,7 +25,6 @@ costs its next turn the cache, and no text.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine_actor.messages import MovedSession, session_key
 from engine_actor.sessions.deletions import KEPT_SECONDS
+from serve_app.cluster.control_calls import answer_of
 from serve_app.cluster.routing.known_replicas import KnownReplicas
 from serve_app.cluster.routing.sticky_router import AVOID, ONLY
 
@@ -133,7 +133,7 @@ class Handover:
         self._sent.add(key)
         try:
             adopters = self._adopters.options(session_id=key)
-            await _answer(adopters.remote(moved, **{AVOID: (self._replica,)}), _CALL_SECONDS)
+            await answer_of(adopters.remote(moved, **{AVOID: (self._replica,)}), _CALL_SECONDS)
         except Exception as error:  # whatever the other side has: its turns will be computed from their prompts
             self._failed.add(key)
             logger.warning("%s: a conversation was not handed over: %s", self._replica, type(error).__name__)
@@ -159,20 +159,9 @@ class Handover:
     async def _ask_others(self, method: DeploymentHandle, argument: Any) -> list[Any]:
         """Their answers, or the exceptions in place of them."""
         others = self._known.running - {self._replica}
-        questions = (_answer(method.remote(argument, **{ONLY: replica}), _ASK_SECONDS) for replica in others)
+        questions = (answer_of(method.remote(argument, **{ONLY: replica}), _ASK_SECONDS) for replica in others)
         return await asyncio.gather(*questions, return_exceptions=True)
 
 
 def _all_answered(answers: list[Any]) -> bool:
     return not any(isinstance(answer, BaseException) for answer in answers)
-
-
-async def _answer(response: Any, seconds: float) -> Any:
-    """Raises what the call raises, or TimeoutError; it is cancelled then."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await response
-    except Exception:
-        with contextlib.suppress(Exception):  # of a call that no replica has taken it raises the same again
-            response.cancel()
-        raise

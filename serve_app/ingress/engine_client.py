@@ -6,9 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine_actor.messages import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.messages import DeleteOutcome, ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentSessions:
+    """Each session once, wherever copies of it are. `unanswered`: replicas that may hold more, and have not answered
+    in time."""
+
+    sessions: tuple[SessionInfo, ...]
+    unanswered: int = 0
 
 
 class EngineClient(Protocol):
@@ -19,16 +29,16 @@ class EngineClient(Protocol):
         acceptance the deltas go on where they broke off. Where that cannot be, the turn ends with FAILED."""
         ...
 
-    async def sessions(self, cache_scope: str) -> list[SessionInfo]:
-        """Resident sessions of this cache_scope on all replicas."""
+    async def sessions(self, cache_scope: str) -> ResidentSessions:
+        """Resident sessions of this cache_scope on all replicas, also on those that are being stopped."""
         ...
 
-    async def close_session(self, cache_scope: str, session_id: str) -> bool:
-        """Drops a session wherever it is resident; False if no replica knew it."""
+    async def delete_session(self, cache_scope: str, session_id: str) -> DeleteOutcome:
+        """Drops a session wherever it is; a turn of it that runs ends as failed."""
         ...
 
     async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
-        """A new session that begins with all the tokens of a dormant one, on the replica where that is resident."""
+        """A new session that begins with all the tokens of a dormant one, on the replica that holds most of that."""
         ...
 
     async def ready(self) -> bool:

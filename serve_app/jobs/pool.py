@@ -24,10 +24,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.messages import (
+    DeleteOutcome,
     EndReason,
     ForkOutcome,
     RefusalCode,
-    SessionInfo,
     TurnAccepted,
     TurnDelta,
     TurnEnded,
@@ -37,6 +37,7 @@ from engine_actor.messages import (
 from serve_app.commands.arguments import StartFailed
 from serve_app.commands.console import say
 from serve_app.config import AppArgs
+from serve_app.ingress.engine_client import ResidentSessions
 from serve_app.model_store import resolve_model
 from serve_app.text.tokenizer import load_tokenizer
 
@@ -206,11 +207,11 @@ class PoolClient:
                 return True
         return False
 
-    async def sessions(self, cache_scope: str) -> list[SessionInfo]:
-        return []
+    async def sessions(self, cache_scope: str) -> ResidentSessions:
+        return ResidentSessions(())
 
-    async def close_session(self, cache_scope: str, session_id: str) -> bool:
-        return False
+    async def delete_session(self, cache_scope: str, session_id: str) -> DeleteOutcome:
+        return DeleteOutcome.UNKNOWN
 
     async def fork_session(self, cache_scope: str, session_id: str, new_session_id: str) -> ForkOutcome:
         return ForkOutcome.UNKNOWN

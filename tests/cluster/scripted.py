@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from ray.serve.handle import DeploymentHandle
 from engine_actor.actor_options import ActorOptions
 from engine_actor.messages import (
     EndReason,
+    ForkOutcome,
     RefusalCode,
+    SessionHolding,
     SessionInfo,
     TurnAccepted,
     TurnDelta,
@@ -88,6 +91,17 @@ class ScriptedActor:
     async def close_session(self, owner: str, session_id: str) -> bool:
         return self.resident.pop(session_key(owner, session_id), None) is not None
 
+    async def session_holdings(self, owner: str, session_ids: Sequence[str]) -> list[SessionHolding | None]:
+        found = (self.resident.get(session_key(owner, session_id)) for session_id in session_ids)
+        return [None if info is None else SessionHolding(info.tokens, False) for info in found]
+
+    async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
+        key = session_key(owner, new_session_id)
+        if key in self.resident:
+            return ForkOutcome.EXISTS
+        self.resident[key] = replace(self.resident[session_key(owner, session_id)], session_id=new_session_id)
+        return ForkOutcome.FORKED
+
     def routing_stats(self) -> dict[str, object]:
         sessions = {key: info.tokens for key, info in self.resident.items()}
         return {"sessions": sessions, "load": len(self.open), "free_blocks": 1, "accepting": True}
@@ -118,7 +132,9 @@ class ScriptedEngine(EngineDeployment):
             os._exit(1)
 
     async def state(self) -> dict[str, Any]:
-        return {"replica": self._replica, "pid": os.getpid(), "seen": self._scripted.seen, "open": self._scripted.open}
+        sessions = [info.session_id for info in self._scripted.resident.values()]
+        played = {"seen": self._scripted.seen, "open": self._scripted.open, "sessions": sessions}
+        return {"replica": self._replica, "pid": os.getpid(), **played}
 
 
 class MortalEngine(EngineDeployment):

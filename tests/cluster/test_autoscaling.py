@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -130,10 +131,11 @@ async def test_conversations_of_a_replica_that_is_not_needed_go_on_at_the_other_
         await until(lambda: number_is(2), "two replicas under load again")
 
 
-async def test_a_session_that_is_deleted_while_its_replica_is_stopped_stays_deleted(
+async def test_a_session_whose_replica_is_stopped_is_shown_and_once_it_is_deleted_it_stays_so(
     http: httpx.AsyncClient, engines: DeploymentHandle
 ) -> None:
-    """A turn of it runs there, so that the replica is not gone before."""
+    """A turn of it runs there, so that the replica is not gone before. It ends with the session."""
+    last: dict[str, str] = {}
     turns: dict[str, asyncio.Task[None]] = {}
     homes: dict[str, str] = {}
 
@@ -141,8 +143,8 @@ async def test_a_session_that_is_deleted_while_its_replica_is_stopped_stays_dele
         body = {"prompt": f"{name} likes", "max_tokens": 1500, "ignore_eos": True, "stream": True, "session_id": name}
         async with http.stream("POST", "/v1/completions", json=body) as response:
             homes[name] = response.headers["x-moorage-replica"]
-            async for _ in response.aiter_lines():
-                pass
+            async for line in response.aiter_lines():
+                last[name] = line or last.get(name, "")
 
     async def has_begun(count: int) -> bool:
         return len(homes) == count
@@ -163,10 +165,14 @@ async def test_a_session_that_is_deleted_while_its_replica_is_stopped_stays_dele
     [survivor] = await remembered(engines)
     stopped = [name for name in turns if homes[name] != survivor]
     assert stopped and not any(turns[name].done() for name in stopped)
-    for name in turns:
-        await http.delete(f"/v1/sessions/{name}")
-    assert not any(turns[name].done() for name in stopped), "its turn goes on"
-    for turn in turns.values():
-        turn.cancel()
+    for name in stopped:
+        shown = (await http.get(f"/v1/sessions/{name}")).json()
+        assert (shown["replica"], shown["running"]) == (homes[name], True)
+    assert set(turns) <= {item["id"] for item in (await http.get("/v1/sessions")).json()["data"]}
+    for name, turn in turns.items():
+        assert (await http.delete(f"/v1/sessions/{name}")).status_code == 200
+        await turn
+        assert json.loads(last[name].removeprefix("data: "))["error"]["code"] == "session_deleted"
+        assert (await http.get(f"/v1/sessions/{name}")).status_code == 404
     await until(lambda: number_is(1), "it is gone")
     assert not set(turns) & (await remembered(engines))[survivor]

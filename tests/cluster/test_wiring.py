@@ -238,6 +238,80 @@ async def test_sessions_are_listed_and_closed_for_their_owner_only(http: httpx.A
     assert (await http.delete("/v1/sessions/mine-1")).status_code == 404
 
 
+async def replicas_of_sessions(http: httpx.AsyncClient) -> dict[str, str]:
+    return {item["id"]: item["replica"] for item in (await http.get("/v1/sessions")).json()["data"]}
+
+
+async def test_sessions_of_a_replica_that_hangs_are_not_known_and_not_denied(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    """All at once, since Serve ends a replica that hangs for long."""
+    body = {"model": "smollm2", "prompt": "a", "max_tokens": 2}
+    at: dict[str, str] = {}
+    while len(set(at.values())) < 2:
+        name = f"hangs-{len(at)}"
+        answer = await http.post("/v1/completions", json=body, headers={"x-session-id": name})
+        at[name] = answer.headers["x-moorage-replica"]
+    here, there = (next(name for name in at if at[name] == replica) for replica in sorted(set(at.values())))
+    [pid] = [state["pid"] for state in await states(engines) if state["replica"] == at[there]]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        asked = [
+            http.get("/v1/sessions"),
+            http.get(f"/v1/sessions/{there}"),
+            http.delete(f"/v1/sessions/{there}"),
+            http.post(f"/v1/sessions/{there}/fork", json={"session_id": "of-a-session-that-hangs"}),
+            http.get(f"/v1/sessions/{here}"),
+            http.delete("/v1/sessions/hangs-never"),
+        ]
+        listed, *unknown, known, never = await asyncio.gather(*asked)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert listed.status_code == 200
+    assert (listed.json()["incomplete"], listed.json()["unanswered_replicas"]) == (True, 1)
+    assert {item["replica"] for item in listed.json()["data"]} == {at[here]}
+    for answer in (*unknown, never):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert int(answer.headers["retry-after"]) >= 1
+    assert (known.status_code, known.json()["replica"]) == (200, at[here])
+    whole = (await http.get("/v1/sessions")).json()
+    assert (whole["incomplete"], whole["unanswered_replicas"]) == (False, 0)
+    assert (await replicas_of_sessions(http)).items() >= at.items()
+    assert (await http.delete(f"/v1/sessions/{there}")).status_code == 200
+    assert (await http.delete("/v1/sessions/hangs-never")).status_code == 404
+
+
+async def test_a_session_that_is_at_two_replicas_is_listed_once_and_forked_and_deleted_as_one(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    """What a session left behind where it has been is shorter."""
+
+    async def turn_of(session: str, tokens: int) -> str:
+        body = {"model": "smollm2", "prompt": "a", "max_tokens": tokens}
+        answer = await http.post("/v1/completions", json=body, headers={"x-session-id": session})
+        return answer.headers["x-moorage-replica"]
+
+    first = await turn_of("copied", 2)
+    try:
+        await engines.broadcast("script", first, "queue_full").results_async(timeout_s=20)
+        longer = await turn_of("copied", 9)
+    finally:
+        await engines.broadcast("script", "*", None).results_async(timeout_s=20)
+    assert longer != first
+    listed = [item for item in (await http.get("/v1/sessions")).json()["data"] if item["id"] == "copied"]
+    assert [(item["replica"], item["tokens"]) for item in listed] == [(longer, 9)]
+
+    forks = [http.post("/v1/sessions/copied/fork", json={"session_id": "fork"}) for _ in range(8)]
+    assert sorted(answer.status_code for answer in await asyncio.gather(*forks)) == [200] + [409] * 7
+    forked = {state["replica"] for state in await states(engines) if "fork" in state["sessions"]}
+    assert forked == {longer} == {(await http.get("/v1/sessions/fork")).json()["replica"]}
+    assert await turn_of("fork", 2) == longer, "a fork has its home from the start"
+
+    assert (await http.delete("/v1/sessions/copied")).status_code == 200
+    assert (await http.get("/v1/sessions/copied")).status_code == 404
+    assert not [state for state in await states(engines) if "copied" in state["sessions"]]
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/sessions", "/no-such-path"])
 async def test_every_path_but_health_and_ready_wants_a_key(base_url: str, engines: DeploymentHandle, path: str) -> None:
     async with httpx.AsyncClient(base_url=base_url) as stranger:

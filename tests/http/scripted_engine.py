@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from itertools import zip_longest
 
 from engine_actor.messages import (
+    DeleteOutcome,
     EndReason,
     Failure,
     ForkOutcome,
@@ -20,6 +21,7 @@ from engine_actor.messages import (
     TurnTokens,
 )
 from engine_actor.sampling.logprobs import TokenLogprob
+from serve_app.ingress.engine_client import ResidentSessions
 
 REPLICA = "replica-1"
 CACHED = 3
@@ -89,6 +91,7 @@ class ScriptedEngine:
         self.closed = 0
         self.tokens_sent = 0
         self.known_sessions: list[SessionInfo] = []
+        self.unanswered = 0
         self.session_calls: list[tuple[str, str]] = []
         self.fork_calls: list[tuple[str, str, str]] = []
         self.fork_outcome = ForkOutcome.FORKED
@@ -144,12 +147,15 @@ class ScriptedEngine:
             return [*deltas, failed]
         return [*deltas, TurnEnded(reason, prompt, cached, len(ids), choice=choice)]
 
-    async def sessions(self, owner: str) -> list[SessionInfo]:
-        return [info for info in self.known_sessions if info.cache_scope == owner]
+    async def sessions(self, owner: str) -> ResidentSessions:
+        found = tuple(info for info in self.known_sessions if info.cache_scope == owner)
+        return ResidentSessions(found, self.unanswered)
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
+    async def delete_session(self, owner: str, session_id: str) -> DeleteOutcome:
         self.session_calls.append((owner, session_id))
-        return any((info.cache_scope, info.session_id) == (owner, session_id) for info in self.known_sessions)
+        if any((info.cache_scope, info.session_id) == (owner, session_id) for info in self.known_sessions):
+            return DeleteOutcome.DELETED
+        return DeleteOutcome.UNANSWERED if self.unanswered else DeleteOutcome.UNKNOWN
 
     async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
         self.fork_calls.append((owner, session_id, new_session_id))

@@ -32,6 +32,8 @@ def test_every_path_and_every_body_is_described(server: Server) -> None:
         schema = body["content"]["application/json"]["schema"]
         assert set(schema["properties"]) >= set(model.model_fields)
     assert paths[CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"] == ["messages"]
+    listed = server.client.get("/openapi.json").json()["components"]["schemas"]["SessionList"]
+    assert listed["required"] == ["data", "incomplete", "unanswered_replicas"]
     assert all("4XX" in operation["responses"] for path in paths.values() for operation in path.values())
     assert "$defs" not in str(paths)
 

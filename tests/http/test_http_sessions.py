@@ -111,7 +111,8 @@ def test_completions_that_begin_alike_have_one_hint(server: Server) -> None:
 
 
 def test_sessions_are_listed(server: Server) -> None:
-    assert server.client.get("/v1/sessions").json() == {"object": "list", "data": []}
+    nothing = {"object": "list", "data": [], "incomplete": False, "unanswered_replicas": 0}
+    assert server.client.get("/v1/sessions").json() == nothing
     server.engine.known_sessions = [SessionInfo("a/b", "public", "replica-2", 120, 96, 6, False, 1.23456)]
     assert server.client.get("/v1/sessions").json()["data"] == [
         {
@@ -125,6 +126,27 @@ def test_sessions_are_listed(server: Server) -> None:
             "idle_seconds": 1.235,
         }
     ]
+
+
+def test_while_replicas_do_not_answer_the_list_says_so_and_nobody_is_told_that_there_is_no_session(
+    server: Server,
+) -> None:
+    server.engine.known_sessions = [SessionInfo("a", "public", "r", 1, 1, 1, False, 0.0)]
+    server.engine.unanswered = 2
+    server.engine.fork_outcome = ForkOutcome.UNANSWERED
+    listed = server.client.get("/v1/sessions").json()
+    assert (listed["incomplete"], listed["unanswered_replicas"]) == (True, 2)
+    assert [item["id"] for item in listed["data"]] == ["a"]
+    assert server.client.get("/v1/sessions/a").status_code == 200
+    refused = [
+        server.client.get("/v1/sessions/b"),
+        server.client.delete("/v1/sessions/b"),
+        server.client.post("/v1/sessions/a/fork", json={"session_id": "c"}),
+    ]
+    for response in refused:
+        assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
+        assert response.headers["retry-after"] == "1"
+    assert server.client.delete("/v1/sessions/a").status_code == 200
 
 
 def test_a_session_is_deleted_once(server: Server) -> None:

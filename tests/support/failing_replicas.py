@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine_actor.messages import EndReason, Failure, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
@@ -109,7 +111,9 @@ class Sign:
 
 
 class Replicas:
-    """A handle. Call number i is taken by replica `a`, `b`, ... and follows script i; calls without one succeed."""
+    """A handle. Call number i is taken by replica `a`, `b`, ... and follows script i; calls without one succeed. What a
+    client asks each replica by itself is answered by `answers`: by method, what replica `a`, `b`, ... says (None:
+    nothing, ever; an exception is raised)."""
 
     app_name, deployment_name = "app", "engines"
 
@@ -143,6 +147,10 @@ class Replicas:
             replica = kwargs[ONLY]
             self.signs.append(replica)
             return Sign(lambda: self.works.get(replica, (replica, True)))
+        if self._method in self._answers:
+            replica = kwargs[ONLY]
+            self.asked.append((self._method, replica, *args))
+            return Sign(lambda: self._answers[self._method][ord(replica) - ord("a")])
         if self._method == "renew":
             return Sign(lambda: True)
         if self._method == "channel":
@@ -158,19 +166,15 @@ class Replicas:
         self.calls.append(Call(items[: script.items], script.then, self.ticks))
         return self.calls[-1]
 
-    def broadcast(self, method: str, *args: Any) -> Any:
-        self.asked.append((method, *args))
-        return Broadcast(self._answers[method])
+    def broadcast(self, method: str) -> Any:
+        """The first call of a process, by which it comes to know who runs."""
+        assert method == "accepting"
+        return NobodyRuns()
 
 
-class Broadcast:
-    def __init__(self, answers: list[Any]) -> None:
-        self._answers = answers
-
+class NobodyRuns:
     async def results_async(self, **_: Any) -> list[Any]:
-        if TimeoutError in self._answers:  # then Ray has no answer at all
-            raise TimeoutError
-        return self._answers
+        raise DeploymentUnavailableError(DeploymentID(name="engines", app_name="app"))
 
 
 def client_of(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from engine_actor.actor.actor import EngineActor
-from engine_actor.messages import ForkOutcome, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.messages import DeleteOutcome, ForkOutcome, TurnDelta, TurnRequest
+from serve_app.ingress.engine_client import ResidentSessions
 
 
 class LocalEngine:
@@ -18,11 +19,12 @@ class LocalEngine:
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncIterator[TurnDelta]:
         return self.actor.stream_turn(request)
 
-    async def sessions(self, owner: str) -> list[SessionInfo]:
-        return await self.actor.sessions(owner)
+    async def sessions(self, owner: str) -> ResidentSessions:
+        return ResidentSessions(tuple(await self.actor.sessions(owner)))
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
-        return await self.actor.close_session(owner, session_id)
+    async def delete_session(self, owner: str, session_id: str) -> DeleteOutcome:
+        deleted = await self.actor.close_session(owner, session_id)
+        return DeleteOutcome.DELETED if deleted else DeleteOutcome.UNKNOWN
 
     async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
         return await self.actor.fork_session(owner, session_id, new_session_id)

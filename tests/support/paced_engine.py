@@ -11,9 +11,9 @@ from ray import serve
 from engine_actor.actor.mailbox import Mailbox
 from engine_actor.actor_options import ActorOptions
 from engine_actor.messages import (
+    DeleteOutcome,
     EndReason,
     ForkOutcome,
-    SessionInfo,
     TurnAccepted,
     TurnDelta,
     TurnEnded,
@@ -23,6 +23,7 @@ from engine_actor.messages import (
 from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Outboxes
 from serve_app.cluster.deployments import EngineDeployment
+from serve_app.ingress.engine_client import ResidentSessions
 
 STEP_SECONDS = 0.005
 TOKEN = 80  # the id of one character in any byte-level vocabulary
@@ -96,11 +97,11 @@ class PacedClient:
     def stream_turn(self, request: TurnRequest, *, routing_key: str | None) -> AsyncGenerator[TurnDelta, None]:
         return self.actor.stream_turn(request)
 
-    async def sessions(self, owner: str) -> list[SessionInfo]:
-        return []
+    async def sessions(self, owner: str) -> ResidentSessions:
+        return ResidentSessions(())
 
-    async def close_session(self, owner: str, session_id: str) -> bool:
-        return False
+    async def delete_session(self, owner: str, session_id: str) -> DeleteOutcome:
+        return DeleteOutcome.UNKNOWN
 
     async def fork_session(self, owner: str, session_id: str, new_session_id: str) -> ForkOutcome:
         return ForkOutcome.UNKNOWN

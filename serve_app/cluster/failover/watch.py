@@ -125,8 +125,8 @@ class ReplicaWatch:
 
     def _to_be_asked(self, now: float) -> set[str]:
         """Silent replicas with turns; those that failed, in case they are well again; and all, if a turn is on its way
-        for too long, since the one that does not take it may be any of them. One that is being stopped is in no
-        router's set, so nobody can ask it: it has until the end of its time to stop, and then its streams break."""
+        for too long, since the one that does not take it may be any of them. One that is being stopped is not asked: it
+        has until the end of its time to stop, and then its streams break."""
         horizon = now - SILENCE_SECONDS
         if any(place.replica is None and place.since < horizon for place in self._places):
             return set(self._known.running)

@@ -13,12 +13,15 @@ What the router knows, by age:
 - what this process remembers of where conversations are (`homes`);
 - the replicas' reports (`record_routing_stats`): resident sessions, those of which turns run or wait, load,
   whether turns are accepted. A report is at most one period and a broadcast old;
-- which replicas gave no sign of life when turns of this process asked for one (`known_replicas`).
+- which replicas gave no sign of life when turns of this process asked for one (`known_replicas`);
+- which replicas have left the set, since they are being stopped: no turn is sent there, but what is meant for one of
+  them alone still reaches it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +35,7 @@ from serve_app.cluster.routing.placement import Margins, ReplicaView, SpillPolic
 AVOID = "avoid"
 """Keyword argument of a handle call: ids of replicas that have refused this turn already."""
 ONLY = "only"
-"""Keyword argument of a handle call: id of the one replica that is to answer. If it is not in the set, any does."""
+"""Keyword argument of a handle call: id of the one replica that is to answer. If it is gone, any does."""
 
 _CALLS_PLACED_AT_A_TIME = 1000
 
@@ -43,6 +46,7 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._running: frozenset[str] = frozenset()
+        self._leaving: dict[ReplicaID, tuple[RunningReplica, float]] = {}  # and the time when it left the set
         self._known = known_replicas(self._deployment_id.app_name, self._deployment_id.name)
         self._homes = self._known.homes
         self._decisions = Counter(
@@ -65,11 +69,14 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         newcomer_spill_relative: float = 1.5,
         name_spill_absolute: int = 32,
         name_spill_relative: float = 2.0,
+        leaving_seconds: float = 60.0,
     ) -> None:
-        """Takes `RequestRouterConfig.request_router_kwargs`; a bad value is refused by name."""
+        """Takes `RequestRouterConfig.request_router_kwargs`; a bad value is refused by name. `leaving_seconds`: after
+        this time Serve has ended what it stops."""
         if isinstance(table_size, bool) or not isinstance(table_size, int) or table_size < 1:
             raise ValueError(f"table_size must be an integer >= 1, not {table_size!r}")
         self._homes.size = table_size
+        self._leaving_seconds = leaving_seconds
         self._policy = SpillPolicy(
             resident=Margins(spill_absolute, spill_relative),
             newcomer=Margins(newcomer_spill_absolute, newcomer_spill_relative),
@@ -84,14 +91,26 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called for every change of the set and for every report."""
+        in_set = dict(self.curr_replicas)
         super().update_replicas(replicas)
-        before, self._running = self._running, frozenset(replica.replica_id.unique_id for replica in replicas)
+        before, self._running = self._running, _ids(self.curr_replicas)
         self._forget(before - self._running)
-        self._known.set_running(self._running)
+        now = time.monotonic()
+        self._leaving = {
+            id: (replica, since)
+            for id, (replica, since) in ({id: (r, now) for id, r in in_set.items()} | self._leaving).items()
+            if id not in self.curr_replicas and now < since + self._leaving_seconds
+        }
+        self._known.set_running(self._running, _ids(self._leaving))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._forget(frozenset({replica_id.unique_id}))
+        self._set_gone(replica_id)
+
+    def _set_gone(self, replica_id: ReplicaID) -> None:
+        if self._leaving.pop(replica_id, None) is not None:
+            self._known.set_gone(replica_id.unique_id)
 
     def _forget(self, gone: frozenset[str]) -> None:
         if gone:
@@ -105,11 +124,23 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         if not is_retry:
             own = replace(pending_request.metadata, internal_request_id=generate_request_id())
             pending_request.metadata = own
+        if (meant := self._meant(pending_request, is_retry)) is not None:
+            return meant
         try:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except BaseException:
             self._homes.end(pending_request.metadata.internal_request_id)
             raise
+
+    def _meant(self, call: PendingRequest, is_retry: bool) -> RunningReplica | None:
+        """The one replica that is to answer: it is not asked how long its queue is, since there is no choice. One that
+        is being stopped and takes no more calls is as good as gone."""
+        replica_id = ReplicaID(call.kwargs.get(ONLY, ""), self._deployment_id)
+        if is_retry:
+            self._set_gone(replica_id)
+            return None
+        leaving, _ = self._leaving.get(replica_id, (None, 0.0))
+        return self.curr_replicas.get(replica_id, leaving)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -170,6 +201,10 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             open=name in here or key in report.get("open", ()),
             accepting=bool(report.get("accepting", True)) and name not in refused | self._known.silent,
         )
+
+
+def _ids(replicas: Collection[ReplicaID]) -> frozenset[str]:
+    return frozenset(replica.unique_id for replica in replicas)
 
 
 def _names_a_session(call: PendingRequest) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from engine_actor.messages import ForkOutcome, HistorySpan, session_key
+from engine_actor.messages import ForkOutcome, HistorySpan, SessionHolding, session_key
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 
@@ -55,10 +55,15 @@ async def test_what_can_not_be_forked_is_said() -> None:
     assert await actor.fork_session("public", "a", "b") is ForkOutcome.EXISTS
     assert await actor.fork_session("public", "a", "a") is ForkOutcome.EXISTS
     assert await actor.fork_session("other", "a", "c") is ForkOutcome.UNKNOWN
+    known, unknown = await actor.session_holdings("public", ("a", "c"))
+    assert known == SessionHolding(len(PROMPT) + 3, open=False) and unknown is None
+    assert await actor.session_holdings("other", ("a",)) == [None]
     steps = len(long.steps)
     running = asyncio.create_task(ask(actor, turn(PROMPT, 3900, "a")))
     while len(long.steps) < steps + 3:
         await asyncio.sleep(0.001)
+    [holding] = await actor.session_holdings("public", ("a",))
+    assert holding is not None and holding.open
     assert await actor.fork_session("public", "a", "c") is ForkOutcome.RUNNING
     assert await actor.close_session("public", "a")
     await running
