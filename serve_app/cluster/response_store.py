@@ -3,7 +3,7 @@
     Ingress, Ingress, ...  -> handle ->  MemoryResponseStore (a deployment with one replica)
 
 What crosses is plain data. The store lives as long as the application; if its process dies, Serve starts an empty one
-and chains that were kept in it give a 404.
+and chains that were kept in it give a 404 that says so.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ class HandleResponseStore:
     async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
         items: FoundItems = await self._call("items", tenant, item_ids, most_bytes)
         return items
+
+    async def lost(self, tenant: str, some_id: str) -> bool:
+        return bool(await self._call("lost", tenant, some_id))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         return bool(await self._call("delete", tenant, response_id))

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from serve_app.dated_ids import new_id
 from serve_app.text.stream import overlap
 
 OPENING, CLOSING = "<tool_call>", "}\n</tool_call>"
@@ -117,7 +117,7 @@ class CallSplitter:
                 head = _HEAD.match(held)
                 if head is None:
                     return False
-                deltas.append(CallDelta(self.calls, "", json.loads(head[1]), f"call_{uuid.uuid4().hex[:24]}"))
+                deltas.append(CallDelta(self.calls, "", json.loads(head[1]), new_id("call", 24)))
                 self.calls += 1
                 self._arguments.clear()
                 self._held, self._state = held[head.end() :], _State.ARGUMENTS

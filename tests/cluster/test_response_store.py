@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from ray import serve
 from scripted import Deploy, ScriptedEngine
@@ -84,6 +86,35 @@ async def test_a_response_is_cancelled_from_another_connection(http: httpx.Async
             rest = [line async for line in lines]
     assert "event: response.incomplete" in rest
     assert (await http.get(f"/v1/responses/{response_id}")).json()["output"][0]["content"][0]["text"]
+
+
+async def test_of_what_a_store_has_lost_with_its_process_it_is_said_so(http: httpx.AsyncClient) -> None:
+    kept = (await http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2})).json()
+    [store] = [p for p in psutil.Process().children(recursive=True) if is_store(p)]
+    store.kill()
+    async with asyncio.timeout(60):
+        while (lost := await http.get(f"/v1/responses/{kept['id']}")).status_code in (200, 503):
+            await asyncio.sleep(0.1)
+    item = {"type": "item_reference", "id": kept["output"][0]["id"]}
+    refused = [
+        lost,
+        await http.post("/v1/responses", json={"input": "b", "previous_response_id": kept["id"]}),
+        await http.post("/v1/responses", json={"input": [item, {"role": "user", "content": "b"}]}),
+    ]
+    for answer in refused:
+        assert answer.status_code == 404
+        assert "was made before the store of responses last started" in answer.json()["error"]["message"]
+    young = (await http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2})).json()["id"]
+    assert (await http.get(f"/v1/responses/{young}")).status_code == 200
+    assert (await http.delete(f"/v1/responses/{young}")).status_code == 200
+    gone = await http.post("/v1/responses", json={"input": "b", "previous_response_id": young})
+    assert "was never stored, was deleted" in gone.json()["error"]["message"]
+
+
+def is_store(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return f"{APPLICATION}:{RESPONSES}" in " ".join(process.cmdline())
+    return False
 
 
 async def _until(lines: AsyncIterator[str], event: str) -> AsyncIterator[str]:

@@ -16,6 +16,7 @@ from engine_actor.messages import session_key
 from serve_app.ingress.errors import retry_later
 from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.openai.responses.store import StoredResponse, StoreLimits
+from tests.support.response_store import OLD
 
 ORDER = [
     "response.created",
@@ -219,6 +220,22 @@ def test_what_is_not_stored_is_anonymous_and_can_not_be_found(server: Server) ->
     error = error_of(refused)
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
     assert "previous_response_id" in error["message"]
+
+
+def test_of_what_is_not_kept_it_is_said_whether_the_store_lost_it(server: Server) -> None:
+    item: Any = [{"type": "item_reference", "id": OLD["msg"]}, {"role": "user", "content": "a"}]
+    refused = [
+        server.respond("a", previous_response_id=OLD["resp"]),
+        server.respond(item),
+        server.client.get(f"{RESPONSES}/{OLD['resp']}"),
+        server.client.delete(f"{RESPONSES}/{OLD['resp']}"),
+    ]
+    for response in refused:
+        assert response.status_code == 404
+        assert "lost with its process" in error_of(response)["message"]
+    young = server.respond("a", store=False).json()["id"]
+    for response in (server.respond("a", previous_response_id=young), server.client.get(f"{RESPONSES}/{young}")):
+        assert "never stored, was deleted" in error_of(response)["message"]
 
 
 def test_a_deleted_response_is_gone_and_nothing_goes_on_from_it(server: Server) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
+from serve_app.dated_ids import new_id
 from serve_app.openai.responses.store import (
     FoundItems,
     History,
@@ -24,7 +24,7 @@ def stored(
     previous: StoredResponse | None = None, tenant: str = "o", text: str = "hi", **fields: str
 ) -> StoredResponse:
     """A new response with an id of its own."""
-    response_id = f"resp_{uuid.uuid4().hex}"
+    response_id = new_id("resp")
     return StoredResponse(
         id=response_id,
         tenant=tenant,
@@ -40,6 +40,9 @@ def with_item(item_id: str, text: str) -> StoredResponse:
     """A new response whose output has this item."""
     return replace(stored(shown=f"[é{text}]"), items=(KeptItem(item_id, 2, 2 + len(text)),))
 
+
+OLD = {kind: f"{kind}_{'0' * 12}{'a' * 20}" for kind in ("resp", "msg", "fc")}
+"""Ids that are older than any store."""
 
 MOST = 2**20
 """Bytes of a conversation: more than any here has."""
@@ -111,6 +114,20 @@ class ResponseStoreConformance:
         assert await store.history("o", third.id, MOST) is None
         assert await store.history("o", first.id, MOST) is not None
         assert await store.get("o", third.id) is not None
+
+    async def test_what_is_older_than_the_store_was_lost(self, store: ResponseStore) -> None:
+        assert [await store.lost("o", some_id) for some_id in OLD.values()] == [True] * 3
+        kept, never, of_another_server = stored(), stored(), f"resp_{'f' * 48}"
+        await store.put(kept)
+        assert not any([await store.lost("o", i) for i in (kept.id, never.id, of_another_server, "resp_1", "")])
+        later = stored(kept)
+        goes_on_from_lost = replace(later, previous=OLD["resp"])
+        await store.put(goes_on_from_lost)
+        assert await store.lost("o", later.id)
+        await store.put(after_deleted := stored(kept))
+        await store.delete("o", kept.id)
+        assert await store.history("o", after_deleted.id, MOST) is None
+        assert not await store.lost("o", after_deleted.id)
 
     async def test_another_owner_finds_nothing(self, store: ResponseStore) -> None:
         response, running = stored(), stored()

@@ -33,6 +33,7 @@ FLOORS = [
     ["engine_actor.actor", "engine_actor.offline"],
     # the application
     ["serve_app.interruption", "serve_app.local_ports", "serve_app.model_store", "serve_app.config_values"],
+    ["serve_app.dated_ids"],
     ["serve_app.text", "serve_app.telemetry", "serve_app.ingress"],
     ["serve_app.openai", "serve_app.generation_config"],
     ["serve_app.config", "serve_app.api"],

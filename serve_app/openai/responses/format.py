@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.dated_ids import new_id
 from serve_app.ingress.errors import SERVER_ERROR, ApiError
 from serve_app.openai.choices import Piece
 from serve_app.openai.formats import now
@@ -34,9 +34,9 @@ class ResponseFormat:
     model: str
     temperature: float
     top_p: float
-    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=now)
-    _message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    _message_id: str = field(default_factory=lambda: new_id("msg"))
     _output: Output = field(init=False)
     _sent: int = 0
 

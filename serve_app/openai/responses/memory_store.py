@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from serve_app.dated_ids import made_at
 from serve_app.openai.responses.store import FoundItems, History, StoredResponse, StoreLimits
 
 
@@ -46,6 +47,7 @@ class MemoryResponseStore:
         holders in other processes, since nobody tells when one of them has died. None: it ends with its iterator
         only."""
         self._limits = limits
+        self._begun = time.time() - 0.001  # ids tell whole milliseconds
         self._lease = lease_seconds
         self._clock = clock
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()  # by the id of the root
@@ -95,18 +97,31 @@ class MemoryResponseStore:
         return None if found is None else found.shown
 
     async def history(self, tenant: str, response_id: str, most_bytes: int) -> History | None:
+        chain, missing = self._chain(tenant, response_id)
+        if missing is not None:
+            return None
+        last = chain[0]
+        messages = tuple(message for turn in reversed(chain) for message in (*turn.messages, turn.answer))
+        size = sum(message.bytes for message in messages)
+        return History(last.session_id, messages if size <= most_bytes else (), size)
+
+    def _chain(self, tenant: str, response_id: str) -> tuple[list[StoredResponse], str | None]:
+        """A response and those before it, latest first, and the id of the first that is not kept."""
         last = self._find(tenant, response_id)
         if last is None:
-            return None
+            return [], response_id
         kept = self._conversations[self._roots[last.id]].responses
         chain = [last]
         while (previous := chain[-1].previous) is not None:
             if previous not in kept:
-                return None
+                return chain, previous
             chain.append(kept[previous])
-        messages = tuple(message for turn in reversed(chain) for message in (*turn.messages, turn.answer))
-        size = sum(message.bytes for message in messages)
-        return History(last.session_id, messages if size <= most_bytes else (), size)
+        return chain, None
+
+    async def lost(self, tenant: str, some_id: str) -> bool:
+        _, missing = self._chain(tenant, some_id)
+        made = made_at(missing or some_id)
+        return made is not None and made < self._begun
 
     async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
         texts: list[str] = []

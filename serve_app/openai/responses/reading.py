@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from serve_app.dated_ids import new_id
 from serve_app.ingress.body import json_object
 from serve_app.ingress.errors import bad_value
 from serve_app.openai.chat import chat_prompt, conversation_opening
@@ -89,7 +89,7 @@ def prepare_response(
     blamed = body.blamed_for_length
     prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools, length_param=blamed)
     asked = Asked(prompt, blamed, conversation_opening(messages))
-    response_id = f"resp_{uuid.uuid4().hex}"
+    response_id = new_id("resp")
     # The first of a chain names the session of all. Items that are referred to are of the chain, too.
     session = history.session_id if history is not None else items.session_id
     chain = session if session is not None else response_id if body.stored else None

@@ -51,13 +51,13 @@ def responses_router(services: Services) -> APIRouter:
                 raise not_supported(name)
         shown = await services.store.get(record_of(request.scope).tenant, response_id)
         if shown is None:
-            raise _not_found(response_id)
+            raise await _not_found(services, request, response_id)
         return Response(shown.encode(), media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, object]:
         if not await services.store.delete(record_of(request.scope).tenant, response_id):
-            raise _not_found(response_id)
+            raise await _not_found(services, request, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     # Only GET and DELETE know an id there, so what is posted is another endpoint of the API, which this server lacks.
@@ -72,7 +72,7 @@ def responses_router(services: Services) -> APIRouter:
         if shown is not None:
             return Response(shown.encode(), media_type="application/json")
         if await services.store.get(tenant, response_id) is None:
-            raise _not_found(response_id)
+            raise await _not_found(services, request, response_id)
         raise ApiError(
             400, "This response is complete: only one in progress can be cancelled.", code="response_not_in_progress"
         )
@@ -97,10 +97,8 @@ async def _items(services: Services, needed: KeptNeeded, circumstances: Circumst
     items = await services.store.items(circumstances.tenant, needed.item_ids, most)
     if items.missing is not None:
         param = f"input.{needed.places[needed.item_ids.index(items.missing)]}.id"
-        message = (
-            f"{param}: no such item is kept. Its response was never stored, was deleted, or made place for newer ones; "
-            "send the item itself."
-        )
+        why = await _why_absent(services, circumstances.tenant, items.missing, "Its response")
+        message = f"{param}: no such item is kept. {why}; send the item itself."
         raise ApiError(404, message, param=param, code="item_not_found")
     if items.bytes > most:
         message = f"the items that it refers to have {items.bytes} bytes, and at most {most} can be gone on from"
@@ -112,10 +110,8 @@ async def _history(services: Services, response_id: str, circumstances: Circumst
     most = services.settings.max_body_bytes
     history = await services.store.history(circumstances.tenant, response_id, most)
     if history is None:
-        message = (
-            "previous_response_id: no such response is kept, or one that came before it is gone. It was never stored, "
-            "was deleted, or made place for newer ones."
-        )
+        why = await _why_absent(services, circumstances.tenant, response_id)
+        message = f"previous_response_id: no such response is kept, or one that came before it is gone. {why}."
         raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
     if history.bytes > most:
         message = f"its conversation has {history.bytes} bytes, and at most {most} can be gone on from"
@@ -123,6 +119,17 @@ async def _history(services: Services, response_id: str, circumstances: Circumst
     return history
 
 
-def _not_found(response_id: str) -> ApiError:
-    message = f"No response with the id '{response_id[:128]}' is kept."
+async def _why_absent(services: Services, tenant: str, some_id: str, what: str = "It") -> str:
+    """Of a response, or the response of an item: what is known."""
+    if await services.store.lost(tenant, some_id):
+        return (
+            f"{what} was made before the store of responses last started, and what was stored until then was lost with "
+            "its process"
+        )
+    return f"{what} was never stored, was deleted, made place for newer ones, or rested for too long"
+
+
+async def _not_found(services: Services, request: Request, response_id: str) -> ApiError:
+    why = await _why_absent(services, record_of(request.scope).tenant, response_id)
+    message = f"No response with the id '{response_id[:128]}' is kept. {why}."
     return ApiError(404, message, param="response_id", code="response_not_found")

@@ -112,7 +112,7 @@ class FoundItems:
 
 
 class ResponseStore(Protocol):
-    """An tenant meets only its own responses: another's are as if they did not exist."""
+    """A tenant meets only its own responses: another's are as if they did not exist."""
 
     def hold(self, running: StoredResponse, cancelled: str) -> AsyncIterator[bool]:
         """Makes a response known that is still being written, for as long as the iterator is open. Gives False once
@@ -135,6 +135,11 @@ class ResponseStore(Protocol):
     async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
         """Items of the output of kept responses. They are gone with their response. Of more than `most_bytes` only the
         size."""
+        ...
+
+    async def lost(self, tenant: str, some_id: str) -> bool:
+        """Of a response or an item that is not kept, or a response that has no history: whether it, or one that came
+        before it, is older than this store. Each start of a store begins with nothing."""
         ...
 
     async def delete(self, tenant: str, response_id: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from engine_actor.messages import (
     EndReason,
@@ -20,9 +21,10 @@ from engine_actor.messages import (
     TurnTokens,
 )
 from engine_actor.requests.outcomes import Deferral, DeferralReason, StepOutcome, StepReport
+from serve_app import telemetry
 from serve_app.telemetry import metrics as m
 from serve_app.telemetry.observers import StepWatch, TurnWatch
-from serve_app.telemetry.reporter import Reporter
+from serve_app.telemetry.reporter import PUBLISH_SECONDS, Reporter
 from tests.support.doubles import SyntheticDecoder
 from tests.support.engines import engine_of
 from tests.unit.actor.helpers import ask, start_actor, turn
@@ -278,3 +280,11 @@ def test_names_are_what_prometheus_and_ray_take_and_the_guide_lists_them_all() -
     for name in names:
         assert re.fullmatch(r"(vllm|moorage)_[a-z0-9_]+", name)
         assert f"`{name}`" in guide, name
+
+
+def test_the_guide_says_how_old_a_gauge_may_be() -> None:
+    handed_on = ray._config.metrics_report_interval_ms() / 1000
+    guide = Path(telemetry.__path__[0]).parent.joinpath("docs/operations.md").read_text("utf-8")
+    words = " ".join(guide.split())
+    assert f"to the node's port every {handed_on:g} s, so a gauge that is scraped is up to" in words
+    assert f"is up to {handed_on + PUBLISH_SECONDS:g} s old" in words
