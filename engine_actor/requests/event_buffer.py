@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine_actor.errors import InvalidCall, StaleView
@@ -43,6 +43,9 @@ class EventBuffer:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    def __iter__(self) -> Iterator[EventView]:
+        return (EventView(self, event) for event in self._events)
 
     def __getitem__(self, index: int) -> EventView:
         return EventView(self, self._events[index])

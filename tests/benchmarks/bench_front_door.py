@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ import httpx
 from engine_actor.messages import TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from serve_app.model_store import resolve_model
-from tests.benchmarks.process_cpu import cpu_seconds
+from tests.benchmarks.process_cpu import cpu_seconds, cpu_seconds_since
 
 MODEL = "smollm2"
 _TEXT = re.compile(rb'"content":"[^"]')
@@ -224,19 +223,21 @@ def measure(streams: list[int], new: int, rounds: int, step: float) -> None:
             for count in streams:
                 before = cpu_seconds(pid)
                 results = [asyncio.run(over_http(port, count, new)) for _ in range(rounds)]
-                costs.append((f"us a token at {count}", cpu_seconds(pid) - before, 1e6 / (rounds * count * new)))
+                costs.append((f"us a token at {count}", cpu_seconds_since(before, pid), 1e6 / (rounds * count * new)))
                 best = row(way, count, results, bare.get(count))
                 bare.setdefault(count, best)
             before = cpu_seconds(pid)
             for _ in range(rounds):
                 asyncio.run(over_http(port, max(streams), 1))
-            costs.append(("ms a request", cpu_seconds(pid) - before, 1e3 / (rounds * max(streams))))
+            costs.append(("ms a request", cpu_seconds_since(before, pid), 1e3 / (rounds * max(streams))))
             for what, spent, scale in costs:
                 cpu_row(what, spent, scale)
 
 
-def cpu_row(what: str, spent: Counter[str], scale: float) -> None:
-    shown = "  ".join(f"{name} {seconds * scale:.1f}" for name, seconds in spent.most_common())
+def cpu_row(what: str, spent: dict[str, float], scale: float) -> None:
+    shown = "  ".join(
+        f"{name} {seconds * scale:.1f}" for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
+    )
     print(f"    CPU {what:20} {shown}", flush=True)
 
 

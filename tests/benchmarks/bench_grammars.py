@@ -20,6 +20,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,12 @@ class InstantDecoder(HostSampled):
     def forward(self, step: PackedStep) -> np.ndarray[Any, Any]:
         return self._logits[: len(step.logits_rows)]
 
+    def read_blocks(self, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
+        raise NotImplementedError("no session moves here")
+
+    def write_blocks(self, blocks: Sequence[int], content: np.ndarray[Any, Any]) -> None:
+        raise NotImplementedError("no session moves here")
+
 
 def filled(engine: Engine, rows: int, guided: int) -> list[Any]:
     requests = [engine.create_request() for _ in range(rows)]
@@ -96,7 +103,7 @@ def measure(tokenizer: Tokenizer, rows: int, steps: int) -> dict[str, float]:
 def library(engine: Engine, answer: list[int]) -> dict[str, float]:
     """A cursor over an answer, token by token."""
     cursor: Cursor = engine.grammars.cursor(PEOPLE)
-    masks, reads = [], []
+    masks, reads = list[float](), list[float]()
     for token in answer:
         for times, call in (
             (masks, lambda: cursor._matcher.unsafe_compute_mask_ptr(cursor._bits.ctypes.data, cursor._bits.nbytes)),

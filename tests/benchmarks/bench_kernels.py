@@ -58,7 +58,8 @@ def quantized(n: int, k: int, bits: int) -> QuantizedMatrix:
 
 
 def bench_linears(layers: int, repeats: int) -> None:
-    weights = [torch.randn(n, k) / k**0.5 for _ in range(layers) for n, k in SHAPES]
+    sizes = SHAPES * layers
+    weights = [torch.randn(n, k) / k**0.5 for n, k in sizes]
     halves = [weight.bfloat16() for weight in weights]
     packed: dict[str, list[Callable[[Tensor], Tensor]]] = {
         "onednn fp32": [OneDnnLinear(weight, None) for weight in weights],
@@ -70,7 +71,7 @@ def bench_linears(layers: int, repeats: int) -> None:
         for activations, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             for bits in (4, 8):
                 packed[f"q{bits} {name}"] = [
-                    QuantizedLinear(quantized(*weight.shape, bits), activations=activations) for weight in weights
+                    QuantizedLinear(quantized(n, k, bits), activations=activations) for n, k in sizes
                 ]
     print_head("Linears, ms", ["F.linear fp32", "F.linear bf16", *packed])
     for rows in (1, 4, 8, 32, 512):

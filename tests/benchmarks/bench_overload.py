@@ -239,16 +239,16 @@ async def measure(args: argparse.Namespace, url: str, rates: list[float], capaci
         if not capacity:
             load = Load(http, questions)
             capacity = await load.closed(2 * args.rows, args.seconds)
-            tokens = capacity * statistics.fmean(question.tokens for question in questions)
-            print(f"capacity: {capacity:.2f} turns/s, {tokens:.0f} tokens/s")
-            report(f"closed loop, {2 * args.rows} clients", tokens, 0.0, 0.0, load.tally)
+            capacity_tokens = capacity * statistics.fmean(question.tokens for question in questions)
+            print(f"capacity: {capacity:.2f} turns/s, {capacity_tokens:.0f} tokens/s")
+            report(f"closed loop, {2 * args.rows} clients", capacity_tokens, 0.0, 0.0, load.tally)
         print()
         print_row(*COLUMNS)
         print_row(*("---" for _ in COLUMNS))
         for rate in rates:
             load = Load(http, questions)
-            tokens, last_begun, recovery = await load.open(rate * capacity, args.seconds)
-            report(f"{rate:g} x capacity", tokens, last_begun, recovery, load.tally)
+            in_time, last_begun, recovery = await load.open(rate * capacity, args.seconds)
+            report(f"{rate:g} x capacity", in_time, last_begun, recovery, load.tally)
     return capacity
 
 

@@ -88,7 +88,8 @@ class SessionLoad:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        begun, first, text, usage, done = time.perf_counter(), 0.0, "", {}, False
+        begun, first, text, done = time.perf_counter(), 0.0, "", False
+        usage: dict[str, Any] = {}
         try:
             async with http.stream(
                 "POST", "/v1/chat/completions", json=body, headers={"x-session-id": session.name}

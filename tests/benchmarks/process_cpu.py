@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 
 import psutil
 
 
-def cpu_seconds(pid: int) -> Counter[str]:
+def cpu_seconds(pid: int) -> dict[str, float]:
     """User and system seconds since each process started, by what the process is."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     root = psutil.Process(pid)
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             seconds["server" if process == root else _role(process)] += times.user + times.system
     return seconds
+
+
+def cpu_seconds_since(before: Mapping[str, float], pid: int) -> dict[str, float]:
+    """What was used since `before`, without those that used nothing."""
+    spent = {role: now - before.get(role, 0.0) for role, now in cpu_seconds(pid).items()}
+    return {role: seconds for role, seconds in spent.items() if seconds > 0}
 
 
 def _role(process: psutil.Process) -> str:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import scripted
 from ray import cloudpickle, serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy
 
 from serve_app.cluster.app import ENGINES, assemble
 from serve_app.cluster.deployments import EngineDeployment
 from serve_app.commands.local_ray import APPLICATION, disconnect, start_ray, start_serve
 from serve_app.config import AppArgs
+from tests.cluster import scripted
+from tests.cluster.scripted import Deploy
 
 # Replicas import what is installed; the doubles travel with their class.
 cloudpickle.register_pickle_by_value(scripted)

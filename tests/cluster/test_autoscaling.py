@@ -12,10 +12,10 @@ import httpx
 import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy, MeasuredEngine
 
 from serve_app.cluster.app import ENGINES
 from serve_app.commands.local_ray import APPLICATION
+from tests.cluster.scripted import Deploy, MeasuredEngine
 
 DEADLINE_SECONDS = 150
 QUESTIONS = ("Name a colour.", "Why that one?", "Name another one.")

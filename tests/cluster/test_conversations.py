@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy
+
+from tests.cluster.scripted import Deploy
 
 QUESTIONS = (
     "What is the capital of France?",

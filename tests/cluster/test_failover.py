@@ -21,12 +21,12 @@ import httpx
 import psutil
 import pytest
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy, MortalEngine
 
 from serve_app.cluster.app import FRONT_DOOR
 from serve_app.cluster.channel.leases import LEASE_SECONDS
 from serve_app.commands.local_ray import APPLICATION
 from serve_app.config import AppArgs
+from tests.cluster.scripted import Deploy, MortalEngine
 
 STREAMS = 8
 TOKENS = 48

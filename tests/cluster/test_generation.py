@@ -16,9 +16,9 @@ import httpx
 import pytest
 import ray
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy, MeasuredEngine
 
 from serve_app.telemetry.metrics import METRICS, Kind
+from tests.cluster.scripted import Deploy, MeasuredEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 POOL = "16MiB"  # about 45 blocks: eleven answers of four blocks at a time

@@ -19,7 +19,6 @@ import psutil
 import pytest
 import ray
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy, MortalBatchEngine
 
 from engine_actor.messages import EndReason, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
@@ -27,6 +26,7 @@ from serve_app.commands.local_ray import APPLICATION
 from serve_app.config import AppArgs
 from serve_app.jobs import pool as pool_module
 from serve_app.jobs.pool import PoolClient
+from tests.cluster.scripted import Deploy, MortalBatchEngine
 
 pytestmark = pytest.mark.timeout(400)
 

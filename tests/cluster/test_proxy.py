@@ -17,11 +17,11 @@ import psutil
 import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from scripted import Deploy, ScriptedEngine
 
 from serve_app.cluster.app import assemble
 from serve_app.commands.local_ray import APPLICATION
 from serve_app.config import AppArgs
+from tests.cluster.scripted import Deploy, ScriptedEngine
 
 KEY = "key-of-the-proxys-tests"
 MAX_TURNS = 8

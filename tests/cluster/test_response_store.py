@@ -12,12 +12,12 @@ import openai
 import psutil
 import pytest
 from ray import serve
-from scripted import Deploy, ScriptedEngine
 
 from serve_app.cluster.app import RESPONSES
 from serve_app.cluster.response_store import HandleResponseStore
 from serve_app.commands.local_ray import APPLICATION
 from serve_app.ingress.errors import ApiError
+from tests.cluster.scripted import Deploy, ScriptedEngine
 from tests.support.response_store import ResponseStoreConformance
 
 KEY = "key-of-team-a"

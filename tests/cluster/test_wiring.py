@@ -15,7 +15,6 @@ import httpx
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from scripted import LETTERS, Deploy, ScriptedEngine
 
 from engine_actor.messages import (
     EndReason,
@@ -33,6 +32,7 @@ from serve_app.cluster.app import ENGINES
 from serve_app.cluster.client import HandleEngineClient
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.commands.local_ray import APPLICATION
+from tests.cluster.scripted import LETTERS, Deploy, ScriptedEngine
 
 KEY, OTHER_KEY = "key-of-team-a", "key-of-team-b"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

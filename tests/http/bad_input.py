@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from http_harness import Server, error_of
+from tests.http.http_harness import Server, error_of
 
 NAN, INFINITY = float("nan"), float("inf")
 HUGE = 10**400
+
+
+def values(*of_any_type: Any) -> tuple[Any, ...]:
+    """Values that share no type, for one field."""
+    return of_any_type
 
 
 def dump(content: Any) -> bytes:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_harness import MODEL, Server, StartServer, app_over, connected, serving, wait_until
-from scripted_engine import ScriptedEngine
 
 from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import load_tokenizer
+from tests.http.http_harness import MODEL, Server, StartServer, app_over, connected, serving, wait_until
+from tests.http.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ CITY = {
 }
 WEATHER = {"type": "function", "name": "weather", "description": "In a city", "parameters": CITY}
 NOW = {"type": "function", "name": "now"}
-TOOLS = [WEATHER, NOW]
+TOOLS: list[Any] = [WEATHER, NOW]
 CHAT_TOOLS = [
     {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}} for tool in TOOLS
 ]

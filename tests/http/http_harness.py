@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
-from scripted_engine import ScriptedEngine
 
 from serve_app.api import create_app
 from serve_app.ingress.engine_client import EngineClient
@@ -24,6 +23,7 @@ from serve_app.openai.desk import Desk, side_desk
 from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
+from tests.http.scripted_engine import ScriptedEngine
 
 MODEL = "smollm2"
 CHAT = "/v1/chat/completions"
@@ -159,6 +159,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     """The error, after checking that it is the envelope and nothing else."""
     content = response.json()
     assert list(content) == ["error"], content
-    assert set(content["error"]) == {"message", "type", "param", "code"}
-    assert isinstance(content["error"]["message"], str) and content["error"]["message"]
-    return content["error"]
+    error: dict[str, Any] = content["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    return error

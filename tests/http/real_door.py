@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from http_harness import app_over
 
 from engine_actor.actor.actor import EngineActor
 from engine_actor.actor_options import ActorOptions
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer
+from tests.http.http_harness import app_over
 from tests.support.local_engine import LocalEngine
 
 

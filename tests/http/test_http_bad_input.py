@@ -6,8 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from bad_input import HUGE, INFINITY, NAN, assert_refused, dump, label
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, error_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +13,8 @@ from serve_app.openai.protocol import ChatRequest, CompletionRequest
 from serve_app.openai.responses.protocol import ResponsesRequest
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
+from tests.http.bad_input import HUGE, INFINITY, NAN, assert_refused, dump, label, values
+from tests.http.http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, error_of
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -33,66 +33,70 @@ CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": 
 # (fields of a chat request, the field that the error must name)
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"temperature": v}, "temperature") for v in
-      ("0.5", "", True, NAN, INFINITY, -INFINITY, -0.001, 2.001, -1e-320, 1e308, HUGE, -HUGE, [], {}, [0.5])],
-    *[({"top_p": v}, "top_p") for v in ("1", False, NAN, INFINITY, 0, 0.0, -0.1, 1.0001, HUGE, [], {})],
-    *[({"top_k": v}, "top_k") for v in ("5", True, 1.5, 5.0, -2, 2**31, HUGE, NAN, [], {})],
-    *[({"seed": v}, "seed") for v in ("1", True, 1.0, 0.5, 2**63, -(2**63) - 1, HUGE, NAN, [1], {})],
+      values("0.5", "", True, NAN, INFINITY, -INFINITY, -0.001, 2.001, -1e-320, 1e308, HUGE, -HUGE, [], {}, [0.5])],
+    *[({"top_p": v}, "top_p") for v in values("1", False, NAN, INFINITY, 0, 0.0, -0.1, 1.0001, HUGE, [], {})],
+    *[({"top_k": v}, "top_k") for v in values("5", True, 1.5, 5.0, -2, 2**31, HUGE, NAN, [], {})],
+    *[({"seed": v}, "seed") for v in values("1", True, 1.0, 0.5, 2**63, -(2**63) - 1, HUGE, NAN, [1], {})],
     *[({"max_tokens": v}, "max_tokens") for v in
-      (0, -1, "5", True, 1.0, 1.5, 2**31, HUGE, NAN, INFINITY, [], {})],
-    *[({"max_completion_tokens": v}, "max_completion_tokens") for v in (0, -1, "5", False, 2.0, HUGE)],
+      values(0, -1, "5", True, 1.0, 1.5, 2**31, HUGE, NAN, INFINITY, [], {})],
+    *[({"max_completion_tokens": v}, "max_completion_tokens") for v in values(0, -1, "5", False, 2.0, HUGE)],
     *[({"stop": v}, "stop") for v in
-      ("", [""], ["a", ""], 5, True, {}, [5], [None], [["a"]], ["\ud800"], "\udfff", ["x"] * 17, "x" * 513)],
-    *[({"stream": v}, "stream") for v in ("true", 1, 0, [], {}, "")],
-    *[({"stream": True, "stream_options": v}, "stream_options") for v in ("x", 1, True, [])],
+      values("", [""], ["a", ""], 5, True, {}, [5], [None], [["a"]], ["\ud800"], "\udfff", ["x"] * 17, "x" * 513)],
+    *[({"stream": v}, "stream") for v in values("true", 1, 0, [], {}, "")],
+    *[({"stream": True, "stream_options": v}, "stream_options") for v in values("x", 1, True, [])],
     *[({"stream": True, "stream_options": {"include_usage": v}}, "stream_options.include_usage")
-      for v in ("yes", 1, [])],
+      for v in values("yes", 1, [])],
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    *[({"n": v}, "n") for v in (0, -1, "1", True, 1.0, 9, 5_000_000, 2**31, HUGE, NAN, [], {})],
-    *[({"best_of": v}, "best_of") for v in (0, 2, "1", True, HUGE, [])],
+    *[({"n": v}, "n") for v in values(0, -1, "1", True, 1.0, 9, 5_000_000, 2**31, HUGE, NAN, [], {})],
+    *[({"best_of": v}, "best_of") for v in values(0, 2, "1", True, HUGE, [])],
     ({"n": 3, "best_of": 2}, "best_of"),
-    *[({"presence_penalty": v}, "presence_penalty") for v in ("0", False, -2.001, 2.1, NAN, INFINITY, HUGE, [], {})],
-    *[({"frequency_penalty": v}, "frequency_penalty") for v in ("0", True, -2.001, 3, NAN, -INFINITY, -HUGE, [])],
+    *[({"presence_penalty": v}, "presence_penalty") for v in
+      values("0", False, -2.001, 2.1, NAN, INFINITY, HUGE, [], {})],
+    *[({"frequency_penalty": v}, "frequency_penalty") for v in values("0", True, -2.001, 3, NAN, -INFINITY, -HUGE, [])],
     *[({"repetition_penalty": v}, "repetition_penalty") for v in
-      ("1", True, 0, -1, 1e-320, 0.009, 100.1, NAN, INFINITY, HUGE, [])],
-    *[({"no_repeat_ngram_size": v}, "no_repeat_ngram_size") for v in ("3", True, 1.0, -1, 2**31, HUGE, NAN, [])],
-    *[({"min_p": v}, "min_p") for v in ("0", True, -0.1, 1.1, NAN, INFINITY, HUGE, [])],
-    *[({"min_tokens": v}, "min_tokens") for v in ("1", True, 1.0, -1, 2**31, HUGE, NAN, [], 513)],
+      values("1", True, 0, -1, 1e-320, 0.009, 100.1, NAN, INFINITY, HUGE, [])],
+    *[({"no_repeat_ngram_size": v}, "no_repeat_ngram_size") for v in values("3", True, 1.0, -1, 2**31, HUGE, NAN, [])],
+    *[({"min_p": v}, "min_p") for v in values("0", True, -0.1, 1.1, NAN, INFINITY, HUGE, [])],
+    *[({"min_tokens": v}, "min_tokens") for v in values("1", True, 1.0, -1, 2**31, HUGE, NAN, [], 513)],
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
     *[({"logit_bias": v}, "logit_bias") for v in
-      ("x", [], 5, True, {"a": 1}, {"": 1}, {"-1": 1}, {"1.0": 1}, {" 5": 1}, {"05": 1}, {"\u0665": 1}, {"5\n": 1},
-       {"49152": 1}, {"99999999": 1}, {"9" * 5000: 1}, {"\ud800": 1}, {"5": "1"}, {"5": True}, {"5": None}, {"5": [1]},
-       {"5": NAN}, {"5": INFINITY}, {"5": 100.1}, {"5": -101}, {"5": HUGE}, {str(i): 1 for i in range(1025)})],
+      values("x", [], 5, True, {"a": 1}, {"": 1}, {"-1": 1}, {"1.0": 1}, {" 5": 1}, {"05": 1}, {"\u0665": 1},
+       {"5\n": 1}, {"49152": 1}, {"99999999": 1}, {"9" * 5000: 1}, {"\ud800": 1}, {"5": "1"}, {"5": True}, {"5": None},
+       {"5": [1]}, {"5": NAN}, {"5": INFINITY}, {"5": 100.1}, {"5": -101}, {"5": HUGE},
+       {str(i): 1 for i in range(1025)})],
     *[({"stop_token_ids": v}, "stop_token_ids") for v in
-      ("x", 5, True, {}, ["5"], [True], [1.0], [None], [[5]], [-1], [49152], [2**63], [HUGE], [NAN], [5] * 257)],
-    *[({"logprobs": v}, "logprobs") for v in (1, 0, "true", [], 5.0)],
+      values("x", 5, True, {}, ["5"], [True], [1.0], [None], [[5]], [-1], [49152], [2**63], [HUGE], [NAN], [5] * 257)],
+    *[({"logprobs": v}, "logprobs") for v in values(1, 0, "true", [], 5.0)],
     *[({"logprobs": True, "top_logprobs": v}, "top_logprobs") for v in
-      (-1, 21, 10**9, 1e9, HUGE, "5", True, 5.0, NAN, [], {})],
+      values(-1, 21, 10**9, 1e9, HUGE, "5", True, 5.0, NAN, [], {})],
     ({"top_logprobs": 5}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-    *[({"ignore_eos": v}, "ignore_eos") for v in ("true", 1, [])],
-    *[({"user": v}, "user") for v in (5, True, [], {}, "x" * 4097, "\ud800")],
+    *[({"ignore_eos": v}, "ignore_eos") for v in values("true", 1, [])],
+    *[({"user": v}, "user") for v in values(5, True, [], {}, "x" * 4097, "\ud800")],
     *[({"session_id": v}, "session_id") for v in
-      (5, True, [], "", "a\nb", "a\r\nb", "\x00", "x" * 257, "x" * 10**6, "\ud83d", "\u2028", "\x7f")],
-    *[({"cache_salt": v}, "cache_salt") for v in (5, True, [], {}, "x" * 4097, "\ud800")],
-    *[({"model": v}, "model") for v in (5, True, [], {}, "\ud800")],
-    *[({"messages": v}, "messages") for v in (None, [], "Hi", {}, 5, True, USER * 4097)],
-    *[({"messages": [v]}, "messages.0") for v in (None, "Hi", 5, [])],
+      values(5, True, [], "", "a\nb", "a\r\nb", "\x00", "x" * 257, "x" * 10**6, "\ud83d", "\u2028", "\x7f")],
+    *[({"cache_salt": v}, "cache_salt") for v in values(5, True, [], {}, "x" * 4097, "\ud800")],
+    *[({"model": v}, "model") for v in values(5, True, [], {}, "\ud800")],
+    *[({"messages": v}, "messages") for v in values(None, [], "Hi", {}, 5, True, USER * 4097)],
+    *[({"messages": [v]}, "messages.0") for v in values(None, "Hi", 5, [])],
     *[({"response_format": v}, "response_format") for v in
-      ("json", 5, [], {"type": "json_schema"}, {"type": "json_schema", "json_schema": None})],
-    *[({"response_format": {"type": v}}, "response_format.type") for v in (None, "", "xml", 5, {}, "structural_tag")],
+      values("json", 5, [], {"type": "json_schema"}, {"type": "json_schema", "json_schema": None})],
+    *[({"response_format": {"type": v}}, "response_format.type") for v in
+      values(None, "", "xml", 5, {}, "structural_tag")],
     ({"response_format": {}}, "response_format.type"),
     *[({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": v}}},
        "response_format.json_schema.schema") for v in
-      (5, [], True, "", "{", "5", "\ud800", {"type": "objec"}, {"not": {}}, {"$ref": "#/x"}, "[",
+      values(5, [], True, "", "{", "5", "\ud800", {"type": "objec"}, {"not": {}}, {"$ref": "#/x"}, "[",
        {"type": "string", "pattern": "("}, {"type": "string", "format": "nothing"}, {"enum": []},
        {"const": "x" * 2**18}, {"const": -2**63}, {"type": "integer", "minimum": -1e30}, {"enum": [2**53 + 1]})],
     *[({"structured_outputs": v}, "structured_outputs") for v in
-      ("json", 5, [], {}, {"regex": "a", "choice": ["a"]}, {"json_object": False}, {"regex": None})],
+      values("json", 5, [], {}, {"regex": "a", "choice": ["a"]}, {"json_object": False}, {"regex": None})],
     *[({"structured_outputs": {"regex": v}}, "structured_outputs.regex") for v in
-      ("", "(a", 5, ["a"], "\ud800", "a{9,1}")],
-    *[({"structured_outputs": {"choice": v}}, "structured_outputs.choice") for v in ([], "a", 5, {})],
-    *[({"structured_outputs": {"choice": ["a", v]}}, "structured_outputs.choice.1") for v in ("", 5, None, "\ud800")],
+      values("", "(a", 5, ["a"], "\ud800", "a{9,1}")],
+    *[({"structured_outputs": {"choice": v}}, "structured_outputs.choice") for v in values([], "a", 5, {})],
+    *[({"structured_outputs": {"choice": ["a", v]}}, "structured_outputs.choice.1") for v in
+      values("", 5, None, "\ud800")],
     *[({"structured_outputs": {"grammar": v}}, "structured_outputs.grammar") for v in
-      ("", "x", "start: b", 5, "start: \"a", "%",
+      values("", "x", "start: b", 5, "start: \"a", "%",
        'start: %json {"const": -9223372036854775808}')],
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
@@ -104,53 +108,54 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
     *[(message(role=v), "messages.0.role") for v in
-      (None, "", "robot", "USER", "function", 5, True, [], {}, "\ud800", "x" * 10**5)],
+      values(None, "", "robot", "USER", "function", 5, True, [], {}, "\ud800", "x" * 10**5)],
     *[(message(content=v), "messages.0.content") for v in
-      (None, 5, True, {}, {"type": "text", "text": "x"}, "\ud800", "a\udc00b", ["x"], [5], [None], [{}],
+      values(None, 5, True, {}, {"type": "text", "text": "x"}, "\ud800", "a\udc00b", ["x"], [5], [None], [{}],
        [{"type": "text"}], [{"type": "text", "text": None}], [{"type": "text", "text": 5}],
        [{"type": "text", "text": "\ud800"}], [{"type": "image_url", "image_url": {"url": "x"}}],
        [{"type": "input_audio"}], [{"text": "x"}], [[]])],
     (message(role="assistant", content=None, tool_calls=[{"id": "1"}]), "messages.0.tool_calls.0.function"),
     *[(message(role="assistant", content=None, tool_calls=v), "messages.0.tool_calls") for v in
-      (5, "x", {})],
+      values(5, "x", {})],
     (message(role="assistant", content=None, tool_calls=[5]), "messages.0.tool_calls.0"),
     *[(message(role="assistant", content=None,
                tool_calls=[{"id": "1", "type": "function", "function": {"name": "f", "arguments": v}}]),
        "messages.0.tool_calls.0.function.arguments")
-      for v in (5, {}, [], True, "\ud800")],
+      for v in values(5, {}, [], True, "\ud800")],
     (message(role="user", content="x", tool_calls=CALLS), "messages.0"),
     (message(role="tool", content="x"), "messages.0"),
     (message(role="user", content="x", tool_call_id="1"), "messages.0"),
     (message(role="tool", content=None, tool_call_id="1"), "messages.0.content"),
     (message(role="tool", content="x", tool_call_id=5), "messages.0.tool_call_id"),
-    *[({"tools": v}, "tools") for v in (5, "x", {}, True, TOOLS * 129)],
-    *[({"tools": [v]}, "tools.0") for v in (5, None, "f", [])],
-    *[({"tools": [{"type": "function", "function": v}]}, "tools.0.function") for v in (None, 5, "f", [])],
+    *[({"tools": v}, "tools") for v in values(5, "x", {}, True, TOOLS * 129)],
+    *[({"tools": [v]}, "tools.0") for v in values(5, None, "f", [])],
+    *[({"tools": [{"type": "function", "function": v}]}, "tools.0.function") for v in values(None, 5, "f", [])],
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
-    *[({"tools": [{"type": v}]}, "tools.0.type") for v in ("web_search", "custom", None, 5, {}, "\ud800")],
+    *[({"tools": [{"type": v}]}, "tools.0.type") for v in values("web_search", "custom", None, 5, {}, "\ud800")],
     ({"tools": [{"function": {"name": "f"}}]}, "tools.0.type"),
     ({"tools": TOOLS * 2}, "tools.1.function.name"),
-    *[({"tools": [tool(name=v)]}, "tools.0.function.name") for v in (None, "", "a b", "x" * 65, 5, "é", "\ud800")],
-    *[({"tools": [tool(description=v)]}, "tools.0.function.description") for v in (5, [], "\ud800")],
+    *[({"tools": [tool(name=v)]}, "tools.0.function.name") for v in
+      values(None, "", "a b", "x" * 65, 5, "é", "\ud800")],
+    *[({"tools": [tool(description=v)]}, "tools.0.function.description") for v in values(5, [], "\ud800")],
     *[({"tools": [tool(parameters=v)]}, "tools.0.function.parameters") for v in
-      (5, "x", [], {"type": "string"}, {"type": ["object"]}, {"description": "\ud800"})],
+      values(5, "x", [], {"type": "string"}, {"type": ["object"]}, {"description": "\ud800"})],
     *[({"tools": [tool(parameters=v, strict=True)]}, "tools.0.function.parameters") for v in
-      ({"properties": {"a": {"type": "objec"}}}, {"properties": 5}, {"$ref": "#/nowhere"})],
+      values({"properties": {"a": {"type": "objec"}}}, {"properties": 5}, {"$ref": "#/nowhere"})],
     ({"tools": [tool(parameters={"not": {}}, strict=True)]}, "tools.0.function.parameters"),
     *[({"tools": TOOLS, "tool_choice": v}, "tool_choice") for v in
-      ("f", "", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}},
+      values("f", "", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}},
        {"type": "function", "function": {"name": "g"}}, {"type": "x", "function": {"name": "f"}})],
-    *[({"tool_choice": v}, "tool_choice") for v in ("required", {"type": "function", "function": {"name": "f"}})],
-    *[({"tools": TOOLS, "parallel_tool_calls": v}, "parallel_tool_calls") for v in (1, "false", [])],
+    *[({"tool_choice": v}, "tool_choice") for v in values("required", {"type": "function", "function": {"name": "f"}})],
+    *[({"tools": TOOLS, "parallel_tool_calls": v}, "parallel_tool_calls") for v in values(1, "false", [])],
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"tools": TOOLS, "logprobs": True}, "logprobs"),
     ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"), ({"tools": TOOLS, "min_tokens": 2}, "min_tokens"),
     (message(role="assistant", function_call={"name": "f"}), "messages.0.function_call"),
     (message(role="assistant", audio={"id": "audio_1"}), "messages.0.audio"),
-    *[(message(role="assistant", refusal=v), "messages.0.refusal") for v in (5, [], "\ud800")],
+    *[(message(role="assistant", refusal=v), "messages.0.refusal") for v in values(5, [], "\ud800")],
     (message(refusal="no"), "messages.0"),
     *[(message(role="assistant", content=[{"type": "refusal", "refusal": v}]), "messages.0.content") for v in
-      (None, 5, "\ud800")],
+      values(None, 5, "\ud800")],
     (message(content=[{"type": "refusal", "refusal": "no"}]), "messages.0.content"),
 ]  # fmt: skip
 
@@ -169,15 +174,15 @@ NOT_SERVED: list[tuple[str, Any]] = [
 
 COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     *[({"prompt": v}, "prompt") for v in
-      (None, "", [], 5, True, {}, ["a"] * 129, [[1]] * 129, [""], [[]], [1, "a"], [True], [1.0], [None], [-1], [49152],
-       [2**63], [HUGE], [NAN], "\ud800", ["\udc00"], [["a"]], [[[1]]], [{}])],
+      values(None, "", [], 5, True, {}, ["a"] * 129, [[1]] * 129, [""], [[]], [1, "a"], [True], [1.0], [None], [-1],
+       [49152], [2**63], [HUGE], [NAN], "\ud800", ["\udc00"], [["a"]], [[[1]]], [{}])],
     *[({"prompt": ["a", v, "b"]}, "prompt.1") for v in
-      (None, "", [], 5, True, {}, "\ud800", ["a"], [1.0], [True], [-1], [49152], [HUGE], [[1]])],
+      values(None, "", [], 5, True, {}, "\ud800", ["a"], [1.0], [True], [-1], [49152], [HUGE], [[1]])],
     ({"prompt": ["a", "b"], "session_id": "s"}, "prompt"),
     ({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"n": 9}, "n"), ({"n": 0}, "n"),
-    *[({"echo": v}, "echo") for v in ("true", 1, [])],
-    *[({"echo": True, "logprobs": v}, "echo") for v in (0, 5)],
-    *[({"logprobs": v}, "logprobs") for v in (-1, 21, 10**9, HUGE, True, False, "5", 1.0, NAN, [])],
+    *[({"echo": v}, "echo") for v in values("true", 1, [])],
+    *[({"echo": True, "logprobs": v}, "echo") for v in values(0, 5)],
+    *[({"logprobs": v}, "logprobs") for v in values(-1, 21, 10**9, HUGE, True, False, "5", 1.0, NAN, [])],
     ({"temperature": "1"}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
 ]  # fmt: skip
@@ -344,7 +349,11 @@ VALUES = st.recursive(
 def test_no_json_gets_a_500(server: Server, fields: dict[str, Any], path: str, valid: bool) -> None:
     content = fields
     if valid:  # all that is needed, of which some may be spoilt
-        needed = {CHAT: {"messages": USER}, RESPONSES: {"input": "x"}, "/detokenize": {"tokens": [1]}}
+        needed: dict[str, dict[str, Any]] = {
+            CHAT: {"messages": USER},
+            RESPONSES: {"input": "x"},
+            "/detokenize": {"tokens": [1]},
+        }
         content = needed.get(path, {"prompt": "x"}) | fields
     response = server.client.post(path, content=dump(content))
     assert response.status_code in (200, 400, 404), response.text

@@ -7,15 +7,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_harness import MODEL, Server, error_of, events
-from scripted_engine import CACHED
+
+from tests.http.http_harness import MODEL, Server, error_of, events
+from tests.http.scripted_engine import CACHED
 
 TEXTS = ["One 😀 two.", "A longer answer, 中文字 too, that goes on for some more tokens.", ""]
 
 
+def replies(server: Server) -> list[list[int]]:
+    return [server.prompts.tokenizer.encode(text, special_tokens=False) for text in TEXTS]
+
+
 @pytest.fixture
 def three(server: Server) -> Server:
-    server.engine.replies = [server.prompts.tokenizer.encode(text, special_tokens=False) for text in TEXTS]
+    server.engine.replies = replies(server)
     return server
 
 
@@ -60,9 +65,8 @@ def test_every_choice_has_its_own_text_and_end(
     if expected is not None:
         assert answers == expected
     for i, answer in enumerate(answers):  # as if it had been the only one
-        three.engine.reply, three.engine.replies = three.engine.replies[i], None
+        three.engine.reply, three.engine.replies = replies(three)[i], None
         assert whole(request(**fields)) == [answer]
-        three.engine.replies = [three.prompts.tokenizer.encode(text, special_tokens=False) for text in TEXTS]
 
 
 def test_every_chat_choice_begins_with_its_role(three: Server) -> None:
@@ -129,7 +133,7 @@ def test_echo_puts_the_prompt_first(server: Server, prompt: Any, n: int) -> None
     shown = prompt if isinstance(prompt, str) else server.prompts.tokenizer.decode(prompt, control_tokens=True)
     for stop in (None, "there"):
         text = shown + ("Hello there!" if stop is None else "Hello ")
-        fields = {"echo": True, "n": n, "stop": stop}
+        fields: dict[str, Any] = {"echo": True, "n": n, "stop": stop}
         assert whole(server.complete(prompt, **fields)) == [(text, "stop")] * n
         assert streamed(server.complete(prompt, stream=True, **fields), n) == [(text, "stop")] * n
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from http_harness import CHAT, Server
-
 from engine_actor.messages import TurnRequest
+from tests.http.http_harness import CHAT, Server
 
 TURNS = [(f"Question {turn}: why? 😀", f"Answer {turn}.\n Because é!") for turn in range(6)]
 SYSTEM = "You are brief."

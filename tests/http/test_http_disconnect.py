@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from http_harness import CHAT, COMPLETIONS, RESPONSES, Server, open_request, wait_until
 
 from serve_app.ingress.disconnect import ClientGone, until_disconnect
 from serve_app.openai import keep_alive
+from tests.http.http_harness import CHAT, COMPLETIONS, RESPONSES, Server, open_request, wait_until
 
 
 def body(path: str, stream: bool) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import zstandard
-from http_harness import CHAT, COMPLETIONS, RESPONSES, Server, StartServer, error_of
+
+from tests.http.http_harness import CHAT, COMPLETIONS, RESPONSES, Server, StartServer, error_of
 
 Pack = Callable[[bytes], bytes]
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from http_harness import CHAT, Server, error_of, events, named_events, streamed_text, wait_until
 
 from engine_actor.messages import Failure, RefusalCode, TurnRefused
+from tests.http.http_harness import CHAT, Server, error_of, events, named_events, streamed_text, wait_until
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from http_harness import Server, events, streamed_text
+
+from tests.http.http_harness import Server, events, streamed_text
 
 USAGE = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 3}}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from http_harness import CHAT, Server
+
+from tests.http.http_harness import CHAT, Server
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/sessions", "/openapi.json", "/nothing", CHAT])

@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, connected, error_of, serving
-from scripted_engine import ScriptedEngine
 
 from engine_actor.messages import TurnRequest
 from serve_app.api import create_app
@@ -21,6 +19,18 @@ from serve_app.openai.requests import INLINE_BYTES
 from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.openai.responses.store import StoreLimits
 from serve_app.text.prompts import PromptBuilder
+from tests.http.http_harness import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    RESPONSES,
+    Server,
+    StartServer,
+    connected,
+    error_of,
+    serving,
+)
+from tests.http.scripted_engine import ScriptedEngine
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 
 import pytest
-from http_harness import CHAT, RESPONSES, Server, StartServer, error_of, open_request, wait_until
 
 from engine_actor.messages import RefusalCode, SessionInfo, TurnRefused
 from serve_app.ingress.errors import ApiError
 from serve_app.ingress.settings import IngressSettings
 from serve_app.ingress.turn_slots import TurnSlots
+from tests.http.http_harness import CHAT, RESPONSES, Server, StartServer, error_of, open_request, wait_until
 
 ONE, TWO = ({"authorization": f"Bearer key-{name}"} for name in ("one", "two"))
 CHAT_BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}

@@ -7,8 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from http_harness import MODEL, Server, events
-from scripted_engine import logprob_of
+
+from tests.http.http_harness import MODEL, Server, events
+from tests.http.scripted_engine import logprob_of
 
 MIXED = "Emoji 😀👩‍👩‍👧 中文字 é̂ Ω, then plain."
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_harness import CHAT, MODEL, Server, StartServer, error_of
 
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
+from tests.http.http_harness import CHAT, MODEL, Server, StartServer, error_of
 
 Fields = dict[str, Any]
 HINTS: Fields = {
@@ -103,13 +103,14 @@ def test_a_text_is_the_same_in_whatever_parts_it_comes(server: Server) -> None:
 
 def test_what_an_assistant_refused_with_is_what_it_said(server: Server) -> None:
     hi = {"role": "user", "content": "Hi"}
-    for said in (
+    refusals: list[dict[str, Any]] = [
         {"content": None, "refusal": "No."},
         {"content": "", "refusal": "No.", "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
         {"content": "No.", "refusal": None, "reasoning_content": "Hm."},
         {"content": [{"type": "refusal", "refusal": "No."}], "refusal": ""},
-    ):
-        assert server.post(CHAT, {"messages": [hi, {"role": "assistant", **said}, hi]}).status_code == 200
+    ]
+    for refusal in refusals:
+        assert server.post(CHAT, {"messages": [hi, {"role": "assistant", **refusal}, hi]}).status_code == 200
     assert len({request.prompt_ids for request in server.engine.requests}) == 1
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import openai
 import pydantic
 import pytest
-from http_harness import MODEL, Server, StartServer
+from openai.types.chat import ChatCompletionMessageParam
 
 from engine_actor.messages import RefusalCode, TurnRefused
+from tests.http.http_harness import MODEL, Server, StartServer
 
-MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import schemathesis
-from http_harness import CHAT, COMPLETIONS, RESPONSES, Server
 from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -17,6 +16,7 @@ from schemathesis.core.transport import Response
 from serve_app.openai.narrowing import numbers_below
 from serve_app.openai.protocol import ChatRequest
 from serve_app.openai.responses.protocol import ResponsesRequest
+from tests.http.http_harness import CHAT, COMPLETIONS, RESPONSES, Server
 
 
 def test_every_path_and_every_body_is_described(server: Server) -> None:
@@ -80,7 +80,7 @@ def generate(server: Server, method: str, path: str, mode: GenerationMode) -> No
     # The same cases each time: what this finds anew belongs into a change that is about it.
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(case=operation.as_strategy(generation_mode=mode))
-    def send(case: Case) -> None:
+    def send(case: Case[Any]) -> None:
         case.body = whole_numbers(case.body)
         response = case.call_and_validate(checks=[not_a_server_error])
         if mode is GenerationMode.POSITIVE and (method, path) in BODIES:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from http_harness import CHAT, Server, StartServer, error_of
 from pydantic import ValidationError
 
 from serve_app.config import AppArgs
 from serve_app.ingress.settings import IngressSettings
+from tests.http.http_harness import CHAT, Server, StartServer, error_of
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 PAGE = "https://chat.example"
@@ -120,7 +120,7 @@ def test_with_keys_a_page_that_is_not_listed_learns_nothing_but_a_client_with_a_
 @pytest.mark.parametrize("value", ["https://a.example/x", "a.example", "https://", "a b", ["https://a.example", "b"]])
 def test_what_is_no_origin_is_refused_by_its_field(value: object) -> None:
     with pytest.raises(ValidationError, match="no origin"):
-        IngressSettings(model_ids=("m",), allowed_origins=value)  # type: ignore[arg-type]
+        IngressSettings(model_ids=("m",), allowed_origins=value)
 
 
 @pytest.mark.parametrize("value", ["https://a.example", "a/b", "a b"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, app_over, error_of
 
 from serve_app.text.prompts import PromptBuilder
+from tests.http.http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, app_over, error_of
 from tests.support.local_engine import LocalEngine
 from tests.unit.actor.stepped import Stage, staged
 

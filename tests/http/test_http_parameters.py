@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_harness import Server, StartServer
 
 from engine_actor.options import SamplingParams
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
+from tests.http.http_harness import Server, StartServer
 
 
 def sampling(server: Server, **fields: Any) -> SamplingParams:
@@ -42,7 +42,7 @@ def test_null_is_absent(server: Server) -> None:
 
 
 def test_penalties_and_biases_arrive(server: Server) -> None:
-    given = {"min_p": 0.1, "presence_penalty": -2, "frequency_penalty": 1.5, "repetition_penalty": 1.1}
+    given: dict[str, Any] = {"min_p": 0.1, "presence_penalty": -2, "frequency_penalty": 1.5, "repetition_penalty": 1.1}
     given["no_repeat_ngram_size"] = 3
     params = sampling(server, **given, logit_bias={"0": -100, "49151": 2.5}, seed=1, temperature=0)
     assert params == SamplingParams(seed=1, **given, logit_bias=((0, -100.0), (49151, 2.5)))
@@ -56,7 +56,7 @@ def test_what_says_nothing_of_penalties_leaves_the_models_own(server: Server, st
     assert params == SamplingParams(temperature=1.0, seed=1)
     request = server.engine.requests[-1]
     assert (request.choices, request.logprobs, request.min_generated_tokens) == (1, None, 0)
-    own = {"repetition_penalty": 1.05, "min_p": 0.05, "no_repeat_ngram_size": 4}
+    own: dict[str, Any] = {"repetition_penalty": 1.05, "min_p": 0.05, "no_repeat_ngram_size": 4}
     penalising = start_server(sampling=own)
     assert sampling(penalising, seed=1) == SamplingParams(1.0, seed=1, **own)
     neutral = {"repetition_penalty": 1, "min_p": 0, "no_repeat_ngram_size": 0}

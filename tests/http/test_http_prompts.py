@@ -7,11 +7,11 @@ from typing import Any
 
 import openai
 import pytest
-from http_harness import COMPLETIONS, MODEL, Server, StartServer, error_of, events, open_request, wait_until
 
 from engine_actor.messages import RefusalCode, TurnRefused
+from tests.http.http_harness import COMPLETIONS, MODEL, Server, StartServer, error_of, events, open_request, wait_until
 
-PROMPTS = ["One", [16175, 2114], "Three 中"]
+PROMPTS: list[Any] = ["One", [16175, 2114], "Three 中"]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_answers_come_in_the_order_of_prompts_streamed_or_not(speaking: Server, 
         assert [c[key] for c in together["choices"]] == [c[key] for answer in alone for c in answer["choices"]]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert together["usage"][name] == sum(answer["usage"][name] for answer in alone)
-    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    counted: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = events(speaking.complete(PROMPTS, **fields, **counted))
     assert streamed(chunks, len(expected)) == expected
     assert chunks[-2]["usage"] == together["usage"] and chunks[-1] == "[DONE]"

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import CHAT, COMPLETIONS, RESPONSES, app_over, error_of
 
 from engine_actor.actor.actor import EngineActor
 from engine_actor.decoding.load import LoadedDecoder
@@ -22,6 +21,7 @@ from engine_actor.decoding.torch_decoder import TorchDecoder
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer
+from tests.http.http_harness import CHAT, COMPLETIONS, RESPONSES, app_over, error_of
 from tests.support.engines import actor_options
 from tests.support.local_engine import LocalEngine
 from tests.support.prose import PROSE

@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from http_harness import RESPONSES, Server, StartServer, error_of, named_events, wait_until
 
 from engine_actor.messages import session_key
 from serve_app.ingress.errors import retry_later
 from serve_app.openai.responses.memory_store import MemoryResponseStore
 from serve_app.openai.responses.store import StoredResponse, StoreLimits
+from tests.http.http_harness import RESPONSES, Server, StartServer, error_of, named_events, wait_until
 from tests.support.response_store import OLD
 
 ORDER = [
@@ -32,7 +32,8 @@ ORDER = [
 
 
 def text_of(content: dict[str, Any]) -> str:
-    return content["output"][0]["content"][0]["text"]
+    text: str = content["output"][0]["content"][0]["text"]
+    return text
 
 
 def prompt_text(server: Server, turn: int = -1) -> str:
@@ -61,7 +62,7 @@ def test_a_whole_response(server: Server) -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + 3,
     }
-    expected = {
+    expected: dict[str, Any] = {
         "object": "response",
         "status": "completed",
         "error": None,
@@ -112,7 +113,7 @@ def test_a_streamed_response(server: Server) -> None:
 @pytest.mark.parametrize("limit", [1, 2, 3, 50])
 @pytest.mark.parametrize("stop", [None, "there"])
 def test_streamed_and_whole_responses_are_the_same(server: Server, limit: int, stop: str | None) -> None:
-    fields = {"max_output_tokens": limit, "stop": stop}
+    fields: dict[str, Any] = {"max_output_tokens": limit, "stop": stop}
     whole = server.respond("Hi", **fields).json()
     events = named_events(server.respond("Hi", stream=True, **fields))
     streamed = events[-1]["response"]

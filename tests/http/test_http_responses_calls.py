@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flat_tools import CHAT_TOOLS, PARIS, QUESTION, TIME, TOOLS, Item, output_of
-from http_harness import CHAT, RESPONSES, Server, error_of, named_events, wait_until
-from real_door import real_door
 
 from serve_app.text.prompts import PromptBuilder
+from tests.http.flat_tools import CHAT_TOOLS, PARIS, QUESTION, TIME, TOOLS, Item, output_of
+from tests.http.http_harness import CHAT, RESPONSES, Server, error_of, named_events, wait_until
+from tests.http.real_door import real_door
 
 
 def past_call(name: str = "now", arguments: str = "{}", call_id: str = "c", **fields: Any) -> Item:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pydantic
 import pytest
-from flat_tools import PARIS, TIME, TOOLS, output_of
-from http_harness import MODEL, Server, wait_until
+
+from tests.http.flat_tools import PARIS, TIME, TOOLS, output_of
+from tests.http.http_harness import MODEL, Server, wait_until
 
 
 @pytest.fixture
@@ -78,19 +80,19 @@ def test_parts_and_output_items_as_input(server: Server, client: openai.OpenAI) 
     first = client.responses.create(
         model=MODEL, store=False, input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
     )
-    history = [{"role": "user", "content": "Hi"}, *first.output, {"role": "user", "content": "More"}]
+    history: list[Any] = [{"role": "user", "content": "Hi"}, *first.output, {"role": "user", "content": "More"}]
     assert client.responses.create(model=MODEL, store=False, input=history).output_text == "Hello there!"
     assert len(server.engine.requests[1].spans) == 1
 
 
 def test_items_that_the_server_keeps_are_referred_to_by_their_ids(server: Server, client: openai.OpenAI) -> None:
     server.say(f"Let me see.\n{PARIS}\n{TIME}")
-    asked = {"role": "user", "content": "Weather?"}
+    asked: Any = {"role": "user", "content": "Weather?"}
     first = client.responses.create(model=MODEL, input=[asked], tools=TOOLS, store=True, instructions="Be kind.")
-    outputs = [output_of(item.to_dict(), "rain") for item in first.output if item.type == "function_call"]
+    outputs: list[Any] = [output_of(item.to_dict(), "rain") for item in first.output if item.type == "function_call"]
     assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
-    references = [{"type": "item_reference", "id": item.id} for item in first.output]
-    untyped = [{"id": item.id} for item in first.output]
+    references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+    untyped: list[Any] = [{"id": item.id} for item in first.output]
     server.say("It rains.")
     for items in (first.output, references, untyped):
         again = client.responses.create(
@@ -113,7 +115,8 @@ def test_items_that_the_server_keeps_are_referred_to_by_their_ids(server: Server
 def test_what_was_parsed_comes_back_as_it_is(server: Server, client: openai.OpenAI) -> None:
     server.say('{"name": "Paris"}')
     first = client.responses.parse(model=MODEL, input="Capital of France?", text_format=City)
-    client.responses.parse(model=MODEL, input=[*first.output, {"role": "user", "content": "Why?"}], text_format=City)
+    again: list[Any] = [*first.output, {"role": "user", "content": "Why?"}]
+    client.responses.parse(model=MODEL, input=again, text_format=City)
     assert len(server.engine.requests[-1].spans) == 1
 
 

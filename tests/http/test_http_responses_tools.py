@@ -9,12 +9,12 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from flat_tools import CHAT_TOOLS, NOW, PARIS, QUESTION, TIME, TOOLS, WEATHER, Item, output_of
-from http_harness import MODEL, RESPONSES, Server, error_of, named_events
 from openai.types.responses import ResponseFunctionToolCall
 
 from engine_actor.options import GrammarKind
 from serve_app.text.calls import OPENING
+from tests.http.flat_tools import CHAT_TOOLS, NOW, PARIS, QUESTION, TIME, TOOLS, WEATHER, Item, output_of
+from tests.http.http_harness import MODEL, RESPONSES, Server, error_of, named_events
 
 
 def without_ids(items: list[Item]) -> list[Item]:

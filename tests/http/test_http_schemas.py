@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from http_harness import Server, error_of
 
 from engine_actor.options import GrammarKind, GrammarSpec
 from engine_actor.sampling.grammars import Grammars
 from serve_app.openai.schemas.kept import kept_schema
+from tests.http.http_harness import Server, error_of
 
 
 def record(**properties: Any) -> dict[str, Any]:

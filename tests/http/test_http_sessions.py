@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from http_harness import Server, StartServer, error_of
 
 from engine_actor.messages import ForkOutcome, SessionInfo
+from tests.http.http_harness import Server, StartServer, error_of
 
 
 def session(server: Server, headers: dict[str, str] | None = None, **fields: Any) -> str | None:

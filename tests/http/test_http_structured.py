@@ -16,11 +16,11 @@ import openai
 import pydantic
 import pytest
 import pytest_asyncio
-from http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of, events, named_events, streamed_text
-from real_door import real_door
 
 from engine_actor.sampling import grammar_cursor
 from serve_app.text.prompts import PromptBuilder
+from tests.http.http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, error_of, events, named_events, streamed_text
+from tests.http.real_door import real_door
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -80,7 +80,8 @@ async def http(smollm2_path: Path, prompts: PromptBuilder) -> AsyncIterator[http
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
-    yield openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http)
+    transport: Any = http  # a client of httpx works, though the types name those of httpx2 alone
+    yield openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=transport)
 
 
 def form(schema: Any) -> dict[str, Any]:
@@ -245,10 +246,11 @@ async def test_a_sessions_turns_with_and_without_a_grammar(http: httpx.AsyncClie
     messages: list[dict[str, str]] = []
     known = 0
     number = form({"type": "integer", "minimum": 10_000, "maximum": 99_999})
-    for turn, fields in enumerate((
+    turns: list[dict[str, Any]] = [
         {"response_format": number}, {"structured_outputs": {"regex": "[0-9]{7}"}}, {"max_tokens": 1},
         {"response_format": number, **HOT}, {"response_format": {"type": "text"}, "max_tokens": 20},
-    )):  # fmt: skip
+    ]  # fmt: skip
+    for turn, fields in enumerate(turns):
         messages.append({"role": "user", "content": f"Part {turn}. {ASKED}"})
         answer = (await chat(http, session_id="talk", messages=messages, **fields)).json()
         fresh = (await chat(http, cache_salt=f"apart {turn}", messages=messages, **fields)).json()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
-from http_harness import Server, events, streamed_text
+
+from tests.http.http_harness import Server, events, streamed_text
 
 MIXED = "Emoji 😀👩‍👩‍👧 中文字 é̂ Ω, then plain."
 
 
-def whole_text(server: Server, **fields: object) -> tuple[str, str]:
+def whole_text(server: Server, **fields: Any) -> tuple[str, str]:
     choice = server.chat(**fields).json()["choices"][0]
     return choice["message"]["content"], choice["finish_reason"]
 
 
-def stream_text(server: Server, **fields: object) -> tuple[str, str]:
+def stream_text(server: Server, **fields: Any) -> tuple[str, str]:
     response = server.chat(stream=True, **fields)
     return streamed_text(response), events(response)[-2]["choices"][0]["finish_reason"]
 

@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from http_harness import Server, StartServer, error_of
+
+from tests.http.bad_input import values
+from tests.http.http_harness import Server, StartServer, error_of
 
 MESSAGES = [{"role": "user", "content": "Hi 😀"}]
 
@@ -14,7 +16,8 @@ MESSAGES = [{"role": "user", "content": "Hi 😀"}]
 def tokenize(server: Server, **fields: Any) -> dict[str, Any]:
     response = server.post("/tokenize", fields)
     assert response.status_code == 200, response.text
-    return response.json()
+    content: dict[str, Any] = response.json()
+    return content
 
 
 def test_a_text_is_what_a_completion_of_it_sends(server: Server) -> None:
@@ -63,20 +66,23 @@ def test_the_longest_sequence_is_asked_of_the_engines(start_server: StartServer)
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": None}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
-        *[("/tokenize", {"prompt": value}, "prompt") for value in (5, True, ["a"], {}, "\ud800")],
-        *[("/tokenize", {"messages": value}, "messages") for value in ([], "a", 5, {})],
+        *[("/tokenize", {"prompt": value}, "prompt") for value in values(5, True, ["a"], {}, "\ud800")],
+        *[("/tokenize", {"messages": value}, "messages") for value in values([], "a", 5, {})],
         ("/tokenize", {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ("/tokenize", {"messages": MESSAGES * 4097}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        *[("/tokenize", {"prompt": "a", "add_special_tokens": value}, "add_special_tokens") for value in (1, "no", [])],
+        *[
+            ("/tokenize", {"prompt": "a", "add_special_tokens": value}, "add_special_tokens")
+            for value in values(1, "no", [])
+        ],
         ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "model": 5}, "model"),
         ("/detokenize", {}, "tokens"),
-        *[("/detokenize", {"tokens": value}, "tokens") for value in (None, "a", 5, {}, [-1], [49152], [2**70])],
-        *[("/detokenize", {"tokens": [value]}, "tokens.0") for value in ("1", True, 1.0, None, [])],
+        *[("/detokenize", {"tokens": value}, "tokens") for value in values(None, "a", 5, {}, [-1], [49152], [2**70])],
+        *[("/detokenize", {"tokens": [value]}, "tokens.0") for value in values("1", True, 1.0, None, [])],
     ],
 )
 def test_bad_requests_are_refused_by_name(server: Server, path: str, fields: dict[str, Any], param: str) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,7 +210,7 @@ def test_pool_operations_do_not_look_at_the_rest_of_the_pool() -> None:
     def lines_of(pool: BlockPool) -> int:
         count = 0
 
-        def trace(frame: FrameType, event: str, arg: object) -> object:
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal count
             # The pool's own lines: what others left behind may be collected at any moment, and runs here then.
             count += event == "line" and frame.f_code.co_filename == block_pool.__file__

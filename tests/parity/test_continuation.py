@@ -14,7 +14,7 @@ from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import P10, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
-from tests.support.requests import free_blocks, visible
+from tests.support.requests import free_blocks, usage_of, visible
 
 # -- cancel -----------------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ def test_cancel_keeps_what_was_committed_and_says_so_once() -> None:
     assert not request.cancel_turn(turn)
     events = run_out(engine)
     assert [(e.flags, e.finish_reason) for e in events] == [(EventFlags.TURN_FINISHED, FinishReason.CANCELLED)]
-    assert events[0].usage.generated_tokens == 2
+    assert usage_of(events[0]).generated_tokens == 2
     request.begin_turn([9], TurnOptions(1))
     run_out(engine)
     assert request.tokens == [*P10, 5, 5, 9, 5]
@@ -66,7 +66,7 @@ def test_a_turn_cancelled_before_admission_joins_the_next_one() -> None:
     events = run_out(engine)
     assert decoder.packed_counts() == [[5]]
     assert decoder.steps[0].input_ids.tolist() == [4, 5, 6, 7, 8]
-    assert events[-1].usage.prompt_tokens == 2
+    assert usage_of(events[-1]).prompt_tokens == 2
 
 
 LONG = [3, 8, 2, 15, 6, 11, 20, 9, 4]
@@ -203,7 +203,7 @@ def test_a_row_without_numbers_fails_alone_and_can_be_asked_again() -> None:
     fine.begin_turn([7, 2, 20, 4], TurnOptions(6))
     engine.run(8)
     real = decoder.row_logits
-    decoder.row_logits = lambda s: real(s) * (np.nan if s[0] == 5 else 1)  # type: ignore[method-assign]
+    decoder.row_logits = lambda sequence: real(sequence) * (np.nan if sequence[0] == 5 else 1)  # type: ignore[method-assign]
     events = engine.run(8)
     assert [(e.request_id, e.finish_reason) for e in events] == [(1, FinishReason.FAILED), (2, None)]
     assert [e.error_code for e in events] == [ErrorCode.NOT_FINITE, ErrorCode.NONE]

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_actor.decoding.decoder import PackedStep
 from engine_actor.errors import RetryableStepError
 from engine_actor.options import TurnOptions
 from engine_actor.requests.record import RequestStatus
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.requests import usage_of
 
 PROMPT = [4, 5, 6, 7, 8]
 
@@ -139,14 +141,16 @@ def test_what_a_decoder_is_given_is_its_own() -> None:
     engine = build_engine(decoder)
     request = engine.create_request()
     request.begin_turn(PROMPT)
+
+    def arrays(step: PackedStep) -> list[np.ndarray]:
+        return [step.input_ids, step.block_table, step.past_sequence_lengths]
+
     copies = []
     for _ in range(6):
         engine.run(8)
-        step = decoder.steps[-1]
-        copies.append([np.copy(a) for a in (step.input_ids, step.block_table, step.past_sequence_lengths)])
+        copies.append([np.copy(array) for array in arrays(decoder.steps[-1])])
     for step, copy in zip(decoder.steps, copies, strict=True):
-        for now, then in zip((step.input_ids, step.block_table, step.past_sequence_lengths), copy, strict=True):
-            assert np.array_equal(now, then)
+        assert all(map(np.array_equal, arrays(step), copy))
     decoder.steps[0].input_ids[:] = 0
     assert request.tokens[:5] == PROMPT
 
@@ -159,4 +163,4 @@ def test_only_appended_tokens_count_as_generated(count: int) -> None:
     request.begin_turn(PROMPT, TurnOptions(9))
     events = run_out(engine)
     assert len(tokens_of(events, request)) == request.usage.generated_tokens == count
-    assert events[-1].usage.generated_tokens == count
+    assert usage_of(events[-1]).generated_tokens == count

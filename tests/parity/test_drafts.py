@@ -35,6 +35,11 @@ def room_at_four(rows: list[int], drafts: list[int] = PROPOSED, **config: Any) -
     return room, request
 
 
+def force(room: OpenedEngine, tokens: list[int]) -> None:
+    assert isinstance(room.decoder, ForcedDecoder)
+    room.decoder.force(tokens)
+
+
 def said(events: list[EngineEvent]) -> list[tuple[int | None, EventFlags, FinishReason | None]]:
     return [(event.token, event.flags, event.finish_reason) for event in events]
 
@@ -75,7 +80,7 @@ def test_a_block_for_rejected_drafts_goes_back() -> None:
     free = room.pool.free_ids()
     room.step()
     assert len(room.blocks(request)) == 1 and sorted(room.pool.free_ids()) == sorted(free)
-    room.decoder.force([6])
+    force(room, [6])
     room.step()
     assert request.tokens == [4, 5, 6, 7, 5, 6] and room.decoder.steps[-1].past_sequence_lengths.tolist() == [4]
 
@@ -116,7 +121,7 @@ def test_a_limit_inside_accepted_drafts_cuts_them_there() -> None:
     assert said(room.step()) == [(8, TOKEN, None), (9, TOKEN | FINISHED, FinishReason.MAX_GENERATED_TOKENS)]
     assert (request.current_length, request.num_computed_tokens) == (6, 6)
     request.begin_turn([20])
-    room.decoder.force([5])
+    force(room, [5])
     room.step()
     assert room.decoder.steps[-1].input_ids.tolist() == [20]  # nothing is replayed (C30)
 
@@ -227,20 +232,20 @@ def test_a_rollback_keeps_the_proposal(late: bool) -> None:
     room, request = room_at_four([])
     setattr(room.decoder, "fail_next" if late else "fail_before", lambda: RetryableStepError("injected"))
     before = room.fingerprint()
-    room.decoder.force([8, 9, 11, 12])
+    force(room, [8, 9, 11, 12])
     room.step()
     assert request.tokens == [4, 5, 6, 7] and request._record.drafts == (8, 9, 10)
     assert room.fingerprint()[0] == before[0]  # type: ignore[index]
-    room.decoder.force([8, 9, 11, 12])
+    force(room, [8, 9, 11, 12])
     assert [e.token for e in room.step()] == [8, 9, 11]
-    assert request._record.drafts == ()
+    assert list(request._record.drafts) == []
 
 
 @pytest.mark.parity("F303")
 def test_a_committed_step_consumes_drafts_that_were_cut() -> None:
     room, request = room_at_four([8, 9, 10, 12], max_scheduled_tokens=3)
     assert [e.token for e in room.step()] == [8, 9, 10]  # two drafts fit, and what follows them
-    assert request._record.drafts == ()
+    assert list(request._record.drafts) == []
 
 
 @pytest.mark.parity("F302", "F295", "F048", scenario="DR-09")
@@ -261,7 +266,7 @@ def test_what_cannot_be_proposed_is_refused() -> None:
             waiting.set_draft_tokens(wrong)  # type: ignore[arg-type]
     assert waiting._record.drafts == (8,)
     waiting.set_draft_tokens([])
-    assert waiting._record.drafts == ()
+    assert list(waiting._record.drafts) == []
 
     for params in (
         SamplingParams(temperature=1.0),
@@ -314,10 +319,10 @@ def test_a_decoder_without_the_capability_verifies_none() -> None:
 def test_the_end_of_a_turn_and_a_preemption_forget_the_proposal() -> None:
     room, request = room_at_four([8])
     request.cancel_turn(1)
-    assert request._record.drafts == ()
+    assert list(request._record.drafts) == []
     room, request = room_at_four([8])
     room.engine._lifecycle.preempt(request._record)
-    assert request._record.drafts == ()
+    assert list(request._record.drafts) == []
 
 
 @pytest.mark.parity("F081", "F299", "F066", scenario="DR-11")

@@ -14,6 +14,7 @@ from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import P10, P20, P30, ForcedDecoder, build_engine, run_out, tokens_of
+from tests.support.requests import usage_of
 
 EOS = 1
 TOKEN, FINISHED = EventFlags.TOKEN, EventFlags.TURN_FINISHED
@@ -171,7 +172,7 @@ def test_a_last_token_and_its_finish_are_one_event() -> None:
     [event] = run_out(engine)
     assert event.flags == TOKEN | FINISHED
     assert (event.token, event.finish_reason) == (5, FinishReason.MAX_GENERATED_TOKENS)
-    assert (event.usage.prompt_tokens, event.usage.generated_tokens) == (3, 1)
+    assert (usage_of(event).prompt_tokens, usage_of(event).generated_tokens) == (3, 1)
 
 
 @pytest.mark.parity("F068", "F070", "F016", scenario="EV-15")

@@ -283,7 +283,7 @@ def test_a_fatal_failure_ends_what_runs_or_waits_and_stops_the_engine(
         if engine.has_pending_requests():
             events += engine.run(1)
     failures = [event for event in events if EventFlags.FAILED in event.flags]
-    assert sorted(event.request_id for event in failures) == [x.id, y.id]
+    assert sorted(event.request_id or 0 for event in failures) == [x.id, y.id]
     for event, request in zip(sorted(failures, key=lambda e: e.request_id or 0), (x, y), strict=True):
         assert (event.flags, event.turn_id, event.finish_reason) == (FAILED, 1, FinishReason.FAILED)
         assert event.error_code == ErrorCode.FATAL and event.usage == request.usage

@@ -25,6 +25,11 @@ def room_of(blocks: int, **config: Any) -> OpenedEngine:
     return OpenedEngine(num_blocks=blocks, **FIFO, **config)
 
 
+def copies(room: OpenedEngine) -> tuple[tuple[int, int], ...]:
+    """(source, destination) of the blocks that the last step copied."""
+    return room.decoder.steps[-1].block_copies
+
+
 def counts(room: OpenedEngine, *blocks: int) -> list[int]:
     return [room.pool.owner_count(b) for b in blocks]
 
@@ -191,11 +196,11 @@ def test_a_child_without_a_free_block_waits_and_keeps_its_pins() -> None:
     room.step()
     (deferral,) = room.engine.last_report.deferrals
     assert (deferral.request_id, deferral.reason, deferral.missing_blocks) == (child.id, DeferralReason.BLOCKS, 1)
-    assert room.decoder.steps[-1].block_copies == () and other.current_length == length + 1
+    assert copies(room) == () and other.current_length == length + 1
     assert room.blocks(child) == before and counts(room, *before) == [2, 2]
     filler.close()
     room.step()
-    ((source, destination),) = room.decoder.steps[-1].block_copies
+    ((source, destination),) = copies(room)
     assert (source, destination) == (before[1], room.blocks(child)[1]) and counts(room, *before) == [2, 1]
     assert room.tokens[child.id] == [next_token([*parent.tokens, 7])]
 
@@ -213,7 +218,7 @@ def test_a_parent_that_goes_first_leaves_its_blocks_to_the_child() -> None:
     child.begin_turn([7])
     room.step()
     # The only owner writes in place.
-    assert room.decoder.steps[-1].block_copies == () and room.blocks(child) == [1, 2, 3]
+    assert copies(room) == () and room.blocks(child) == [1, 2, 3]
     assert room.tokens[child.id] == [next_token([*history, 7])]
 
 
@@ -276,7 +281,7 @@ def test_children_of_one_parent_copy_the_same_tail_in_one_step() -> None:
     for i, child in enumerate(children):
         child.begin_turn([7 + i])
     room.step()
-    assert [source for source, _ in room.decoder.steps[-1].block_copies] == [3, 3, 3]
+    assert [source for source, _ in copies(room)] == [3, 3, 3]
     assert counts(room, 1, 2, 3) == [4, 4, 1]
     for _ in range(6):
         room.step()
@@ -334,12 +339,12 @@ def test_the_one_who_writes_first_copies_and_the_last_writes_in_place() -> None:
     child = parent.fork()
     parent.begin_turn([7])
     room.step()
-    assert room.decoder.steps[-1].block_copies == ((3, 4),) and room.blocks(parent) == [1, 2, 4]
+    assert copies(room) == ((3, 4),) and room.blocks(parent) == [1, 2, 4]
     parent.cancel_turn(2)
     room.step()
     child.begin_turn([9])
     room.step()
-    assert room.decoder.steps[-1].block_copies == () and room.blocks(child) == [1, 2, 3]
+    assert copies(room) == () and room.blocks(child) == [1, 2, 3]
     assert room.tokens[child.id] == [next_token([*child.tokens[:11], 9])]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine_actor.core.engine import Engine
 from engine_actor.errors import GrammarFailed, InvalidCall, InvalidOption, RetryableStepError, UnusableGrammar
 from engine_actor.options import GrammarKind, GrammarSpec, SamplingParams, TurnOptions
-from engine_actor.requests.events import ErrorCode
+from engine_actor.requests.events import EngineEvent, ErrorCode
 from engine_actor.requests.outcomes import StepOutcome
 from engine_actor.requests.record import FinishReason
 from engine_actor.requests.request import Request
@@ -208,7 +208,7 @@ def test_a_grammar_that_gives_up_ends_its_own_turn_and_no_other(monkeypatch: pyt
     monkeypatch.setattr(Cursor, "mask", limited)
     engine = chatty()
     bad, good = begin(engine, regex("b[a-z]{8}")), begin(engine, regex("c[a-z]{8}"))
-    events = []
+    events: list[EngineEvent] = []
     while engine.has_pending_requests():
         events += engine.run(1000)
     ended = next(event for event in events if event.finish_reason is FinishReason.FAILED)
@@ -367,7 +367,7 @@ def test_every_answer_matches_its_grammar_and_is_the_one_it_would_be_alone(
     asked: list[tuple[str, float, int]],
 ) -> None:
     engine = chatty()
-    turns = [
+    turns: list[tuple[str, dict[str, Any]]] = [
         (pattern, {"sampling": SamplingParams(temperature=temperature, seed=seed), "max_generated_tokens": 10})
         for pattern, temperature, seed in asked
     ]

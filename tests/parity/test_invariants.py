@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -240,7 +241,7 @@ def test_the_sweep_is_linear() -> None:
         room.engine.run(2000)
         count = 0
 
-        def trace(frame: object, event: str, arg: object) -> object:
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal count
             count += event == "line"
             return trace
@@ -270,10 +271,11 @@ def test_a_step_looks_at_no_idle_request() -> None:
     idle = [room.dormant([2 + i, 3, 4, 5, 6]) for i in range(40)]
     running = [room.add([50 + i, 7, 8], ignore_eos=True) for i in range(4)]
     room.engine.run(64)
+    untouched: Any = Untouched()
     tables = {request.id: room.cache.paged._tables[request.id] for request in idle}
     for request in idle:
-        dict.__setitem__(room.cache.paged._tables, request.id, Untouched())  # type: ignore[arg-type]
-        room.record(request).history = Untouched()  # type: ignore[assignment]
+        dict.__setitem__(room.cache.paged._tables, request.id, untouched)
+        room.record(request).history = untouched
     before = [request.num_computed_tokens for request in running]
     for _ in range(5):
         room.engine.run(64)

@@ -207,7 +207,7 @@ def prefills(room: OpenedEngine) -> int:
 
 def reuse(**config: int) -> OpenedEngine:
     return OpenedEngine(
-        **({"num_blocks": 200, "block_size": 16, "max_length": 1024, "prefix_reuse": True} | FIFO | config)  # type: ignore[arg-type]
+        **{"num_blocks": 200, "block_size": 16, "max_length": 1024, "prefix_reuse": True} | FIFO | config
     )
 
 

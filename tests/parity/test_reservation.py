@@ -76,9 +76,12 @@ def test_commit_publishes_once() -> None:
     reservation = advance(cache, demand(cache, X, 5))
     table = cache.table(X)
     assert table is not None and table.num_computed_tokens == 5 and table.used_slots() == [4, 1]
-    for again in (lambda: reservation.commit([5]), lambda: reservation.validate([5]), reservation.release):
+    again: list[Callable[[], None]] = [
+        lambda: reservation.commit([5]), lambda: reservation.validate([5]), reservation.release,
+    ]  # fmt: skip
+    for call in again:
         with pytest.raises(ContractViolation, match="a committed reservation"):
-            again()
+            call()
     assert table.num_computed_tokens == 5 and cache.pool.available == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 from engine_actor.core.engine import Engine
 from engine_actor.limits import FairnessBounds
 from engine_actor.options import TurnOptions
+from engine_actor.requests.events import EngineEvent
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import (
@@ -83,7 +84,7 @@ def test_a_second_turn_with_eos_in_its_input(engine: Engine, peer: bool) -> None
     """The first turn ends by EOS, the second goes on, with and without a peer."""
     first = start(engine, A, 60)
     long = start(engine, L, 100) if peer else None
-    events = []
+    events: list[EngineEvent] = []
     while first.status is not RequestStatus.IDLE:
         events += engine.run(8)
     assert tokens_of(events, first) == solo(A, 60) and first.finish_reason is FinishReason.EOS

@@ -16,7 +16,7 @@ from engine_actor.errors import ContractViolation, RetryableStepError
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.memory.reservation import Reservation
 from engine_actor.options import SamplingParams, TurnOptions
-from engine_actor.requests.events import EventQueue
+from engine_actor.requests.events import EngineEvent, EventQueue
 from engine_actor.requests.outcomes import StepOutcome
 from engine_actor.requests.record import RequestStatus, TokenHistory
 from engine_actor.sampling.batched_sampler import BatchedSampler
@@ -469,7 +469,7 @@ def test_sampled_tokens_are_the_same_after_a_failure(fails: int) -> None:
 
     def run(fail_at: int) -> list[list[int]]:
         decoder = ForcedDecoder()
-        decoder.row_logits = lambda _: flat  # type: ignore[method-assign]
+        decoder.row_logits = lambda sequence: flat  # type: ignore[method-assign]
         engine = build_engine(decoder)
         requests = [engine.create_request(), engine.create_request()]
         for request, seed in zip(requests, (1234, 5678), strict=True):
@@ -495,7 +495,7 @@ def test_the_synthetic_tokens_of_a_failing_engine() -> None:
     engine = build_engine(decoder)
     request = engine.create_request()
     request.begin_turn([5, 9, 13], TurnOptions(16))
-    events = []
+    events: list[EngineEvent] = []
     for turn in range(16):
         if turn % 2:
             decoder.fail_before = lambda: RetryableStepError("before")

@@ -10,7 +10,7 @@ from engine_actor.errors import ContextLengthExceeded, EngineUnhealthy, InvalidC
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.record import FinishReason, RequestStatus
 from tests.support.doubles import P10, P20, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
-from tests.support.requests import free_blocks, request_in, visible
+from tests.support.requests import free_blocks, request_in, usage_of, visible
 
 EOS = 1
 
@@ -325,12 +325,12 @@ def test_eos_is_neither_appended_nor_emitted_nor_replayed() -> None:
     assert [event.token for event in events] == [5, 6, None]
     assert (request.current_length, request.num_computed_tokens) == (5, 5)
     assert events[-1].finish_reason is FinishReason.EOS
-    assert (events[-1].usage.prompt_tokens, events[-1].usage.generated_tokens) == (3, 2)
+    assert (usage_of(events[-1]).prompt_tokens, usage_of(events[-1]).generated_tokens) == (3, 2)
     request.begin_turn([10, 11])
     assert request.finish_reason is None
     events = run_out(engine)
     assert decoder.packed_counts()[3] == [2] and decoder.steps[3].past_sequence_lengths.tolist() == [5]
-    assert (events[-1].usage.prompt_tokens, events[-1].usage.generated_tokens) == (2, 1)
+    assert (usage_of(events[-1]).prompt_tokens, usage_of(events[-1]).generated_tokens) == (2, 1)
     assert request.tokens == [4, 5, 6, 5, 6, 10, 11, 7]
 
 
@@ -348,7 +348,7 @@ def test_ignored_eos_is_a_token_like_any_other() -> None:
 def test_nothing_that_would_end_a_turn_is_chosen_before_its_minimum(least: int) -> None:
     """C12: per turn. EOS is the model's choice, the next one is a stop token, the one after it is neither."""
     decoder = ForcedDecoder()
-    decoder.row_logits = lambda _: np.array([0.0, 9.0, 8.0, 7.0] + [0.0] * 28, np.float32)  # type: ignore[method-assign]
+    decoder.row_logits = lambda sequence: np.array([0.0, 9.0, 8.0, 7.0] + [0.0] * 28, np.float32)  # type: ignore[method-assign]
     engine = build_engine(decoder)
     request = engine.create_request()
     for _ in range(2):
@@ -368,7 +368,7 @@ def test_after_a_length_finish_the_last_token_is_replayed_and_counts_nowhere() -
     request.begin_turn([10, 11], TurnOptions(1))
     events = run_out(engine)
     assert decoder.packed_counts()[-1] == [3] and decoder.steps[-1].past_sequence_lengths.tolist() == [4]
-    usage = events[-1].usage
+    usage = usage_of(events[-1])
     assert (usage.prompt_tokens, usage.generated_tokens, usage.cached_tokens) == (2, 1, 4)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine_actor.core.engine import Engine
 from engine_actor.options import TurnOptions
-from engine_actor.requests.record import RequestStatus
+from engine_actor.requests.events import EngineEvent
+from engine_actor.requests.record import RequestStatus, Usage
 from engine_actor.requests.request import Request
 from tests.support.doubles import P10
 
@@ -34,6 +35,12 @@ def visible(request: Request) -> tuple[object, ...]:
         request.finish_reason,
         request.usage,
     )
+
+
+def usage_of(event: EngineEvent) -> Usage:
+    """The usage that the end of a turn reports."""
+    assert event.usage is not None
+    return event.usage
 
 
 def free_blocks(engine: Engine) -> int:
