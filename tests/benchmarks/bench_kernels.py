@@ -1,6 +1,6 @@
 """Linears and attention of SmolLM2-135M: the kernels against torch's own, in one run.
 
-    OMP_NUM_THREADS=2 PYTHONPATH=. python tests/benchmarks/bench_kernels.py [--layers 30] [--repeats 5]
+    OMP_NUM_THREADS=2 python -m tests.benchmarks.bench_kernels [--layers 30] [--repeats 5]
 
 Every figure is the best of some repeats, in ms over all layers; in brackets its speed over the baseline's of the same
 run, so more than 1 is faster. Each layer has its own weights and cache, as in a model: caches don't flatter.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import native
+from kernels import native, onednn
 from kernels.linear import PackedLinear
 from kernels.linear.in_parts import OneDnnLinear
 from kernels.paged_attention import paged_attention
@@ -61,12 +61,13 @@ def bench_linears(layers: int, repeats: int) -> None:
     sizes = SHAPES * layers
     weights = [torch.randn(n, k) / k**0.5 for n, k in sizes]
     halves = [weight.bfloat16() for weight in weights]
-    packed: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        "onednn fp32": [OneDnnLinear(weight, None) for weight in weights],
-        "onednn bf16": [OneDnnLinear(weight, None) for weight in halves],
-        "ours fp32": [PackedLinear(weight) for weight in weights],
-        "ours bf16": [PackedLinear(weight) for weight in halves],
-    }
+    packed: dict[str, list[Callable[[Tensor], Tensor]]] = {}
+    if onednn.available():
+        packed["onednn fp32"] = [OneDnnLinear(weight, None) for weight in weights]
+    if onednn.takes_bfloat16():
+        packed["onednn bf16"] = [OneDnnLinear(weight, None) for weight in halves]
+    packed["ours fp32"] = [PackedLinear(weight) for weight in weights]
+    packed["ours bf16"] = [PackedLinear(weight) for weight in halves]
     if native.shared_object() is not None:
         for activations, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             for bits in (4, 8):
