@@ -97,6 +97,7 @@ def _remade(kind: str, desk: Desk) -> dict[str, Schema]:
         "logit_bias": {"anyOf": [biases, _NULL]},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, chosen, _NULL]},
         "tokens": tokens,
+        "seed": {"anyOf": [{"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, _NULL]},
     }
     if kind == "completion":
         one: list[Schema] = [{"type": "string", "minLength": 1}, tokens | {"minItems": 1}]

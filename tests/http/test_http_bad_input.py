@@ -36,7 +36,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
       values("0.5", "", True, NAN, INFINITY, -INFINITY, -0.001, 2.001, -1e-320, 1e308, HUGE, -HUGE, [], {}, [0.5])],
     *[({"top_p": v}, "top_p") for v in values("1", False, NAN, INFINITY, 0, 0.0, -0.1, 1.0001, HUGE, [], {})],
     *[({"top_k": v}, "top_k") for v in values("5", True, 1.5, 5.0, -2, 2**31, HUGE, NAN, [], {})],
-    *[({"seed": v}, "seed") for v in values("1", True, 1.0, 0.5, 2**63, -(2**63) - 1, HUGE, NAN, [1], {})],
+    *[({"seed": v}, "seed") for v in values("1", True, 1.0, 0.5, 2**64, -(2**64) - 1, HUGE, NAN, [1], {})],
     *[({"max_tokens": v}, "max_tokens") for v in
       values(0, -1, "5", True, 1.0, 1.5, 2**31, HUGE, NAN, INFINITY, [], {})],
     *[({"max_completion_tokens": v}, "max_completion_tokens") for v in values(0, -1, "5", False, 2.0, HUGE)],

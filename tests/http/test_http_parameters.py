@@ -81,8 +81,10 @@ def test_a_seed_is_drawn_where_none_is_given(server: Server) -> None:
     assert len({sampling(server).seed for _ in range(5)}) == 5
 
 
-@pytest.mark.parametrize(("seed", "key"), [(0, 0), (2**63 - 1, 2**63 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)])
-def test_every_int64_is_a_seed_of_its_own(server: Server, seed: int, key: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "key"), [(0, 0), (2**63 - 1, 2**63 - 1), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)]
+)
+def test_every_64_bit_integer_is_a_seed(server: Server, seed: int, key: int) -> None:
     assert sampling(server, seed=seed).seed == key
 
 
