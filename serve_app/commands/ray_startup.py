@@ -1,13 +1,17 @@
 """`ray.init`, made to listen while it waits: to signals, and to the end of the processes that it waits for.
 
 By itself it waits for its node inside native calls of up to two minutes, in which Python runs no handler of a signal,
-and it goes on waiting when the node has ended. And it puts a SIGTERM handler of its own in the place of ours. Ray has
-no setting for either, so three functions of its start are replaced while it runs; `pyproject.toml` pins the version.
+and it goes on waiting when the node has ended. And it puts SIGTERM handlers of its own in the place of ours: one in
+Python, and a native one that calls ours, but first sets an alarm which aborts the process three seconds later. Ray has
+no setting for any of it, so three functions of its start are replaced while it runs, and our handler is put back when
+it is over; `pyproject.toml` pins the version.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -60,8 +64,23 @@ def attentive_start() -> Iterator[None]:
         _replaced(services, "get_node", get_node_in_pieces),
         _replaced(node, "wait_for_persisted_port", wait_for_port_in_pieces),
         _replaced(utils, "set_sigterm_handler", lambda handler: None),
+        _kept_sigterm_handler(),
     ):
         yield
+
+
+@contextmanager
+def _kept_sigterm_handler() -> Iterator[None]:
+    """Only the main thread can have one. Python does not see a native handler, and replaces it when it sets one."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.alarm(0)
 
 
 @contextmanager

@@ -23,9 +23,12 @@ import psutil
 import pytest
 
 from serve_app.cluster.app import ENGINES
+from serve_app.cluster.failover.watch import ANSWER_SECONDS, SILENCE_SECONDS
 from serve_app.commands.local_ray import APPLICATION
 
 pytestmark = pytest.mark.timeout(400)
+
+PREFILL_SECONDS = 12.0
 
 
 def free_port() -> int:
@@ -183,6 +186,64 @@ def test_an_answer_waits_for_another_engine_and_a_head_that_dies_is_noticed_and_
         print(f"ended after {time.monotonic() - begun:.0f} s")
         assert process.returncode == 1
         assert re.search(r"^error: Ray's head process \(gcs_server\), process \d+, has ended with signal 9", said, re.M)
+    assert nothing_is_left(token), carriers(token)
+
+
+class Prefill(threading.Thread):
+    """A streamed answer to a prompt of as many words, of which nothing is cached. `accepted` is before its prompt is
+    computed."""
+
+    def __init__(self, url: str, words: int, salt: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._body = {"prompt": "sea " * words, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+        self._body["cache_salt"] = salt
+        self.accepted, self.events, self.first_seconds = threading.Event(), [""], 0.0
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=None) as response:
+            begun = time.monotonic()
+            self.accepted.set()
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self.first_seconds = self.first_seconds or time.monotonic() - begun
+                    self.events.append(line.removeprefix("data: "))
+
+    @property
+    def text(self) -> str:
+        """Of an answer that is whole."""
+        self.join(200)
+        assert self.events[-1] == "[DONE]", self.events[-1]
+        return "".join(json.loads(event)["choices"][0]["text"] for event in self.events[1:-1])
+
+
+def test_an_answer_whose_prompt_is_being_computed_when_the_server_is_stopped_ends_whole(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    """With one replica, in small steps, so that it says nothing for longer than a replica may that hangs."""
+    config = tmp_path / "moorage.yaml"
+    config.write_text("model: smollm2\nkv_memory: 512MiB\nmax_scheduled_tokens: 8\n")
+    token, port = secrets.token_hex(32), free_port()
+    url = f"http://127.0.0.1:{port}"
+    with serving(token, "--config", str(config), port=port) as process:
+        assert process.stdout is not None
+        while "ready after" not in (line := process.stdout.readline()):
+            assert line, "it ended"
+        measured = Prefill(url, 300, "measured")
+        assert measured.text
+        words = min(int(300 * PREFILL_SECONDS / measured.first_seconds), 7000)
+        undisturbed = Prefill(url, words, "undisturbed")
+        assert undisturbed.text
+        disturbed = Prefill(url, words, "disturbed")
+        assert disturbed.accepted.wait(60)
+        os.kill(process.pid, signal.SIGTERM)
+        assert disturbed.text == undisturbed.text
+        print(f"{words} words: silent for {disturbed.first_seconds:.1f} s")
+        assert disturbed.first_seconds > SILENCE_SECONDS + ANSWER_SECONDS, "nobody could have missed it"
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        assert said.rstrip().endswith("stopped")
     assert nothing_is_left(token), carriers(token)
 
 

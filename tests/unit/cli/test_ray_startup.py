@@ -49,6 +49,7 @@ def test_a_process_that_has_ended_ends_the_wait_for_it(
         raise NOBODY_YET
 
     monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "60")
     with attentive_start(), pytest.raises(RayEnded, match=rf"\({name}\) has ended with signal 9"):
         services.get_node("127.0.0.1:1", "id")
     assert starting[1].wait() == -signal.SIGKILL  # it was left to whoever started it
@@ -106,3 +107,12 @@ def test_a_native_call_waits_for_a_piece_only_and_rays_processes_are_patient() -
     )
     for given, handed_on in (({}, "120"), ({"RAY_raylet_start_wait_time_s": "77"}, "77")):
         subprocess.run([sys.executable, "-c", code, handed_on], env={"PATH": "/usr/bin", **given}, check=True)
+
+
+def test_a_start_leaves_the_handler_of_sigterm_as_it_was_and_no_alarm() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with attentive_start():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.alarm(100)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.alarm(0) == 0
