@@ -49,7 +49,8 @@ install: | $(BIN)/python
 
 test: lint
 	$(BIN)/moorage models fetch smollm2
-	CI=true $(BIN)/python -m pytest
+	CI=true $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster
+	CI=true $(BIN)/python -m pytest tests/cluster
 
 test-capped: $(TESTED)
 	$(BIN)/moorage models fetch smollm2

@@ -11,8 +11,9 @@ from serve_app.commands.local_ray import prepare_environment
 
 pytest_plugins = ["tests.support.parity", "tests.support.property_tests"]
 
-# Before torch and transformers are imported. Idle OpenMP threads must not spin: suites share their cores.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before torch and transformers are imported. Idle OpenMP threads must not spin: suites share their cores, and so do the
+# processes of one that runs in several.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 prepare_environment()

@@ -82,14 +82,13 @@ class Carriers:
             self.by_number[number][test] = Carrier(test, **mark.kwargs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
+        if "parity" in report.keywords and (report.when == "call" or report.outcome != "passed"):
             self._run[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        carrying = {test for tests in self.by_number.values() for test in tests}
-        run = {test: outcome for test, outcome in self._run.items() if test in carrying}
-        if run:
-            outcomes = last_outcomes(session.config) | run
+        beside_others = hasattr(session.config, "workerinput")  # then the process that started it hears of all tests
+        if self._run and not beside_others:
+            outcomes = last_outcomes(session.config) | self._run
             if (cache := cache_of(session.config)) is not None:
                 cache.set(_CACHE_KEY, dict(sorted(outcomes.items())))
 

@@ -139,7 +139,8 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_the_report_tells_what_the_last_run_left_and_runs_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["in one process", "in two"])
+def test_the_report_tells_what_the_last_run_left_and_runs_nothing(tmp_path: Path, processes: tuple[str, ...]) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
     (tmp_path / "test_marked.py").write_text(MARKED)
     before = run_pytest(tmp_path, "--parity-report", "--parity-sections", "F")
@@ -149,7 +150,7 @@ def test_the_report_tells_what_the_last_run_left_and_runs_nothing(tmp_path: Path
         and "F289" not in before.stdout
     )
 
-    assert run_pytest(tmp_path).returncode == 0
+    assert run_pytest(tmp_path, *processes).returncode == 0
     (tmp_path / "test_marked.py").write_text(MARKED.replace(": pass", ": assert False"))
     report = run_pytest(tmp_path, "--parity-report")
     assert report.returncode == 0
