@@ -24,6 +24,7 @@ from engine_actor.decoding.decoder import PackedStep
 from engine_actor.manifest import DecoderManifest, PagedState
 from engine_actor.memory.layout import PoolGeometry
 from engine_actor.options import SamplingParams, TurnOptions
+from tests.support.engine_view import view
 from tests.support.engines import engine_of
 from tests.support.logits_decoder import HostSampled
 
@@ -74,9 +75,9 @@ class Stopwatch:
 def watch(engine: Engine, stopwatch: Stopwatch) -> Callable[[], None]:
     """Times the engine's phases; returns what undoes it."""
     wrap = stopwatch.wrap
-    engine._scheduler.plan = wrap("plan", engine._scheduler.plan)  # type: ignore[method-assign]
-    engine._packer.pack = wrap("pack", engine._packer.pack)  # type: ignore[method-assign]
-    engine._scheduler.note_committed = wrap("publish", engine._scheduler.note_committed)  # type: ignore[method-assign]
+    view(engine).scheduler.plan = wrap("plan", view(engine).scheduler.plan)  # type: ignore[method-assign]
+    view(engine).packer.pack = wrap("pack", view(engine).packer.pack)  # type: ignore[method-assign]
+    view(engine).scheduler.note_committed = wrap("publish", view(engine).scheduler.note_committed)  # type: ignore[method-assign]
     phases = {
         "reserve": "reserve",
         "checkpoint": "checkpoint",

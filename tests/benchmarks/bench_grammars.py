@@ -32,6 +32,7 @@ from engine_actor.memory.layout import PoolGeometry
 from engine_actor.options import GrammarKind, GrammarSpec, TurnOptions
 from engine_actor.sampling.grammar_cursor import Cursor
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.engine_view import matcher_of
 from tests.support.engines import engine_of
 from tests.support.logits_decoder import HostSampled
 
@@ -104,10 +105,11 @@ def library(engine: Engine, answer: list[int]) -> dict[str, float]:
     """A cursor over an answer, token by token."""
     cursor: Cursor = engine.grammars.cursor(PEOPLE)
     masks, reads = list[float](), list[float]()
+    matcher, bits = matcher_of(cursor)
     for token in answer:
         for times, call in (
-            (masks, lambda: cursor._matcher.unsafe_compute_mask_ptr(cursor._bits.ctypes.data, cursor._bits.nbytes)),
-            (reads, lambda token=token: cursor._matcher.consume_token(token)),
+            (masks, lambda: matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)),
+            (reads, lambda token=token: matcher.consume_token(token)),
         ):
             begun = time.thread_time()
             call()

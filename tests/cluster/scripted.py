@@ -40,6 +40,7 @@ from serve_app.cluster.channel.outbox import Outboxes
 from serve_app.cluster.deployments import EngineDeployment
 from serve_app.jobs.pool import BatchEngine
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
+from tests.support.actor_view import owner_of
 
 Deploy = Callable[..., DeploymentHandle]
 """The `deploy` fixture: an engine class and fields of AppArgs to the handle of the engines."""
@@ -145,8 +146,8 @@ class MortalEngine(EngineDeployment):
 
     async def break_engine(self, replica: str) -> None:
         if replica == self._replica:
-            assert self._actor._owner is not None
-            self._actor._owner.post(_break)
+            assert owner_of(self._actor) is not None
+            owner_of(self._actor).post(_break)
 
 
 def _break() -> None:
@@ -164,8 +165,8 @@ class MortalBatchEngine(BatchEngine):
         return os.getpid()
 
     async def harm(self, how: str) -> None:
-        assert self._actor._owner is not None
-        self._actor._owner.post({"break": _break, "hang": _hang}[how])
+        assert owner_of(self._actor) is not None
+        owner_of(self._actor).post({"break": _break, "hang": _hang}[how])
 
 
 class MeasuredEngine(EngineDeployment):

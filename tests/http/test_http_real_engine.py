@@ -22,6 +22,7 @@ from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import AnswerText
 from serve_app.text.tokenizer import Tokenizer
 from tests.http.http_harness import CHAT, COMPLETIONS, RESPONSES, app_over, error_of
+from tests.support.engine_view import sharing_weights
 from tests.support.engines import actor_options
 from tests.support.local_engine import LocalEngine
 from tests.support.prose import PROSE
@@ -68,7 +69,7 @@ async def opened(
     weights: TorchDecoder, prompts: PromptBuilder, weights_path: Path, tokens: int, **options: Any
 ) -> AsyncIterator[Door]:
     """`tokens`: places in the pool."""
-    decoder = TorchDecoder(weights._model, weights._device, weights._dtype)
+    decoder = sharing_weights(weights)
     block_size = options.setdefault("block_size", BLOCK)
     actor = EngineActor(
         actor_options(

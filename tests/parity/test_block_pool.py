@@ -19,6 +19,7 @@ from engine_actor.memory.block_table import BlockTable, blocks_for
 from engine_actor.memory.cache_manager import CacheManager
 from engine_actor.memory.paged_cache import PagedCache
 from tests.support.engine_room import FIFO, LOWEST, OpenedEngine, advance, demand
+from tests.support.engine_view import free_list, reservation_of
 
 OK, LATER, NEVER = Capacity.OK, Capacity.LATER, Capacity.NEVER
 
@@ -42,6 +43,12 @@ def lab_at_eleven(drafts: int) -> tuple[PagedCache, BlockPool]:
     return cache, pool
 
 
+def commit_at_twelve(cache: PagedCache) -> None:
+    reservation = reservation_of(cache)
+    assert reservation is not None
+    reservation.commit([12])
+
+
 def blocks_of(cache: PagedCache, request: int) -> list[int]:
     table = cache.table(request)
     assert table is not None
@@ -55,8 +62,7 @@ def blocks_of(cache: PagedCache, request: int) -> list[int]:
 def test_a_worked_example_line_by_line() -> None:
     cache, pool = lab_at_eleven(2)
     assert blocks_of(cache, 1) == [1, 2, 6, 7] and pool.free_ids() == []
-    assert cache._live is not None
-    cache._live.commit([12])  # both drafts rejected, one token verified
+    commit_at_twelve(cache)  # both drafts rejected, one token verified
     assert blocks_of(cache, 1) == [1, 2, 6] and pool.free_ids() == [7]
     assert pool.can_allocate(4) is LATER
     cache.remove(2)
@@ -90,8 +96,7 @@ def test_one_block_of_growth_suffices_iff_a_step_adds_at_most_a_block(size: int)
 @pytest.mark.parity("F328", "F342", scenario="LB-05")
 def test_release_order_decides_the_next_blocks() -> None:
     cache, pool = lab_at_eleven(2)
-    assert cache._live is not None
-    cache._live.commit([12])
+    commit_at_twelve(cache)
     forward = BlockPool(8, 1, "fifo")
     forward.allocate(7)
     forward.free([7])
@@ -227,7 +232,7 @@ def test_pool_operations_do_not_look_at_the_rest_of_the_pool() -> None:
         return count
 
     big = BlockPool(1_000_000)
-    assert isinstance(big._free, deque)  # popleft and append are O(1)
+    assert isinstance(free_list(big), deque)  # popleft and append are O(1)
     assert lines_of(BlockPool(8)) == lines_of(big) > 0
 
 

@@ -12,6 +12,7 @@ from engine_actor.memory.layout import PoolGeometry, PoolLayout, plan_pools, poo
 from engine_actor.memory.sizing import blocks_in_memory, blocks_in_share
 from engine_actor.options import UNBOUNDED, TurnOptions
 from tests.support.doubles import P10, P20, ForcedDecoder, SyntheticDecoder, build_engine, run_out
+from tests.support.engine_view import table_matrix, tables_of, view
 from tests.support.engines import engine_of
 
 GIB = 2**30
@@ -136,13 +137,13 @@ def test_pools_are_allocated_once_and_a_decode_step_grows_nothing() -> None:
         request.begin_turn([4, 5, 6, 7])
     engine.run(8)
     storage = decoder.cache.ctypes.data
-    mirror = engine._packer._mirror._matrix
-    containers = (engine._lifecycle.requests.records, engine._cache.paged._tables, engine._lifecycle.requests.queue)
+    mirror = table_matrix(view(engine).packer)
+    containers = (view(engine).requests.records, tables_of(view(engine).cache.paged), view(engine).requests.queue)
     sizes = [len(container) for container in containers]
     for _ in range(100):
         engine.run(8)
     assert [len(container) for container in containers] == sizes
-    assert engine._packer._mirror._matrix is mirror and decoder.cache.ctypes.data == storage
+    assert table_matrix(view(engine).packer) is mirror and decoder.cache.ctypes.data == storage
     assert len(allocated) == 1
 
 

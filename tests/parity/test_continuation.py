@@ -14,6 +14,7 @@ from engine_actor.requests.events import ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import P10, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.engine_view import view
 from tests.support.requests import free_blocks, usage_of, visible
 
 # -- cancel -----------------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def after_preemption(request: Request, engine: Engine) -> Request:
     request.begin_turn(LONG, TurnOptions(6))
     engine.run(8)
     engine.run(8)
-    engine._lifecycle.preempt(request._record)
+    view(engine).preempt(request)
     run_out(engine)
     return request
 
@@ -267,7 +268,7 @@ def test_a_preempted_turn_computes_its_whole_history_again_as_input() -> None:
     for _ in range(4):
         engine.run(8)
     second.begin_turn([7, 2], TurnOptions(9))
-    engine._lifecycle.preempt(first._record)
+    view(engine).preempt(first)
     engine.check_integrity()
     assert (first.num_computed_tokens, first.status, engine.blocks_of(first)) == (0, RequestStatus.WAITING, 0)
     events = run_out(engine)

@@ -12,6 +12,7 @@ from engine_actor.errors import RetryableStepError
 from engine_actor.options import TurnOptions
 from engine_actor.requests.record import RequestStatus
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.engine_view import record_of
 from tests.support.requests import usage_of
 
 PROMPT = [4, 5, 6, 7, 8]
@@ -74,7 +75,7 @@ def test_counters_move_only_at_commit() -> None:
     seen = []
 
     def watch(_: list[int]) -> int:
-        record = request._record
+        record = record_of(request)
         seen.append(
             (request.status, request.tokens, request.num_computed_tokens, record.is_prefill, record.turn_generated)
         )
@@ -84,7 +85,7 @@ def test_counters_move_only_at_commit() -> None:
     engine.run(8)
     assert seen == [(RequestStatus.WAITING, PROMPT, 0, True, 0)]
     assert (request.status, request.tokens, request.num_computed_tokens) == (RequestStatus.RUNNING, [*PROMPT, 5], 5)
-    assert not request._record.is_prefill
+    assert not record_of(request).is_prefill
     decoder.fail_next = lambda: RetryableStepError("not now")
     engine.run(8)
     assert (request.tokens, request.num_computed_tokens) == ([*PROMPT, 5], 5)
@@ -99,9 +100,9 @@ def test_part_of_a_prompt_says_nothing() -> None:
     request.begin_turn([4, 5, 6])
     assert list(engine.run(8)) == []
     assert (request.status, request.num_computed_tokens, request.current_length) == (RequestStatus.RUNNING, 2, 3)
-    assert request._record.is_prefill and request.usage.generated_tokens == 0
+    assert record_of(request).is_prefill and request.usage.generated_tokens == 0
     assert [event.token for event in engine.run(8)] == [5]
-    assert not request._record.is_prefill
+    assert not record_of(request).is_prefill
 
 
 @pytest.mark.parity("F057")
@@ -113,7 +114,7 @@ def test_a_continuation_is_a_prefill_again() -> None:
     run_out(engine)
     before = engine.metrics.prefill_tokens
     request.begin_turn(PROMPT, TurnOptions(1))
-    assert request._record.is_prefill
+    assert record_of(request).is_prefill
     run_out(engine)
     assert decoder.packed_counts()[3:] == [[2], [2], [2]]  # the replayed token and five of input
     assert engine.metrics.prefill_tokens - before == 6

@@ -20,6 +20,7 @@ from engine_actor.scheduling.draft_budget import DraftWant, share_drafts
 from tests.parity.test_synthetic import SECOND, A, L
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
 from tests.support.engine_room import FIFO, OpenedEngine
+from tests.support.engine_view import record_of, view
 
 PROPOSED = [8, 9, 10]
 TOKEN, FINISHED = EventFlags.TOKEN, EventFlags.TURN_FINISHED
@@ -137,7 +138,7 @@ def test_the_session_limit_truncates_drafts() -> None:
 def test_every_row_has_its_token_before_any_draft() -> None:
     room = OpenedEngine(ForcedDecoder(7, drafts=16), max_scheduled_tokens=4, num_blocks=32)
     requests = [room.add([4, 5, 6]), room.add([6, 7])]
-    while any(r.current_length == r.num_computed_tokens or r._record.is_prefill for r in requests):
+    while any(r.current_length == r.num_computed_tokens or record_of(r).is_prefill for r in requests):
         room.step()
     for request in requests:
         request.set_draft_tokens(PROPOSED)
@@ -234,18 +235,18 @@ def test_a_rollback_keeps_the_proposal(late: bool) -> None:
     before = room.fingerprint()
     force(room, [8, 9, 11, 12])
     room.step()
-    assert request.tokens == [4, 5, 6, 7] and request._record.drafts == (8, 9, 10)
+    assert request.tokens == [4, 5, 6, 7] and record_of(request).drafts == (8, 9, 10)
     assert room.fingerprint()[0] == before[0]  # type: ignore[index]
     force(room, [8, 9, 11, 12])
     assert [e.token for e in room.step()] == [8, 9, 11]
-    assert list(request._record.drafts) == []
+    assert list(record_of(request).drafts) == []
 
 
 @pytest.mark.parity("F303")
 def test_a_committed_step_consumes_drafts_that_were_cut() -> None:
     room, request = room_at_four([8, 9, 10, 12], max_scheduled_tokens=3)
     assert [e.token for e in room.step()] == [8, 9, 10]  # two drafts fit, and what follows them
-    assert list(request._record.drafts) == []
+    assert list(record_of(request).drafts) == []
 
 
 @pytest.mark.parity("F302", "F295", "F048", scenario="DR-09")
@@ -264,9 +265,9 @@ def test_what_cannot_be_proposed_is_refused() -> None:
     for wrong, match in (([32], "from 0 to 31"), ([-1], "from 0 to 31"), ([8] * 5, "at most 4"), (["a"], "integers")):
         with pytest.raises(InvalidOption, match=match):
             waiting.set_draft_tokens(wrong)  # type: ignore[arg-type]
-    assert waiting._record.drafts == (8,)
+    assert record_of(waiting).drafts == (8,)
     waiting.set_draft_tokens([])
-    assert list(waiting._record.drafts) == []
+    assert list(record_of(waiting).drafts) == []
 
     for params in (
         SamplingParams(temperature=1.0),
@@ -288,7 +289,7 @@ def test_what_cannot_be_proposed_is_refused() -> None:
 
     elsewhere = OpenedEngine(ForcedDecoder(7, drafts=4))
     with pytest.raises(InvalidCall, match="does not belong"):
-        elsewhere.engine._lifecycle.set_draft_tokens(waiting._record, [8])
+        view(elsewhere.engine).lifecycle.set_draft_tokens(record_of(waiting), [8])
     waiting.cancel_turn(1)
     with pytest.raises(InvalidCall):
         waiting.set_draft_tokens([8])
@@ -319,10 +320,10 @@ def test_a_decoder_without_the_capability_verifies_none() -> None:
 def test_the_end_of_a_turn_and_a_preemption_forget_the_proposal() -> None:
     room, request = room_at_four([8])
     request.cancel_turn(1)
-    assert list(request._record.drafts) == []
+    assert list(record_of(request).drafts) == []
     room, request = room_at_four([8])
-    room.engine._lifecycle.preempt(request._record)
-    assert list(request._record.drafts) == []
+    view(room.engine).preempt(request)
+    assert list(record_of(request).drafts) == []
 
 
 @pytest.mark.parity("F081", "F299", "F066", scenario="DR-11")
@@ -365,7 +366,7 @@ def run_with(engine: Engine, propose: Any, requests: list[Request]) -> list[Engi
     events: list[EngineEvent] = []
     while engine.has_pending_requests():
         for request in requests:
-            if request.status is RequestStatus.RUNNING and not request._record.is_prefill:
+            if request.status is RequestStatus.RUNNING and not record_of(request).is_prefill:
                 request.set_draft_tokens(propose(request.tokens))
         events += engine.run(64)
         engine.check_integrity()

@@ -14,6 +14,7 @@ from engine_actor.requests.events import EngineEvent, ErrorCode, EventFlags
 from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import P10, P20, P30, ForcedDecoder, build_engine, run_out, tokens_of
+from tests.support.engine_view import record_of, view
 from tests.support.requests import usage_of
 
 EOS = 1
@@ -294,7 +295,7 @@ def memory(engine: Engine, decoder: ForcedDecoder) -> None:
 
 
 def fatal_without_work(engine: Engine, decoder: ForcedDecoder) -> None:
-    engine._scheduler.plan = lambda _: (_ for _ in ()).throw(RuntimeError("plan"))  # type: ignore[assignment]
+    view(engine).scheduler.plan = lambda _: (_ for _ in ()).throw(RuntimeError("plan"))  # type: ignore[assignment]
 
 
 @pytest.mark.parity("F070", "F077", "F083", "F117")
@@ -343,7 +344,7 @@ def test_a_stopped_engine_does_not_run_when_its_last_events_go_away_with_their_r
     request.begin_turn(P10)
     decoder.fail_next = lambda: RuntimeError("broken")
     engine.run(8)
-    engine._lifecycle.events.push(EngineEvent(FINISHED, request._record))
+    view(engine).events.push(EngineEvent(FINISHED, record_of(request)))
     del request
     with pytest.raises(EngineUnhealthy):
         engine.run(8)

@@ -44,6 +44,7 @@ from tests.support.doubles import (
     solo,
     tokens_of,
 )
+from tests.support.engine_view import ADD_EVENTS, PUBLISH_ROW, view
 
 FAILED = EventFlags.TURN_FINISHED | EventFlags.FAILED
 
@@ -69,7 +70,7 @@ def mixed_engine(decoder: ForcedDecoder) -> tuple[Engine, list[Request]]:
 
 def memory_of(engine: Engine) -> list[int | None]:
     """Blocks, state slots and rings that a step could take."""
-    cache = engine._cache
+    cache = view(engine).cache
     return [cache.pool.free_count, cache.available_slots, cache.available_rings]
 
 
@@ -214,7 +215,7 @@ def in_prepare(patched: pytest.MonkeyPatch, _: ForcedDecoder) -> None:
 
 
 def in_prepare_for_want_of_memory(patched: pytest.MonkeyPatch, _: ForcedDecoder) -> None:
-    patched.setattr(StepTransaction, "_add_events", raising(MemoryError("injected")))
+    patched.setattr(StepTransaction, ADD_EVENTS, raising(MemoryError("injected")))
 
 
 def in_rollback_restore(patched: pytest.MonkeyPatch, decoder: ForcedDecoder) -> None:
@@ -299,7 +300,7 @@ def test_a_fatal_failure_ends_what_runs_or_waits_and_stops_the_engine(
         assert request.status is RequestStatus.CLOSED
     stats = engine.stats()
     assert (stats["requests"], stats["residents"], stats["blocks_free"]) == (0, 0, 128)
-    engine._cache.check_integrity()
+    view(engine).cache.check_integrity()
 
 
 @pytest.mark.parity("F163", "F176")
@@ -335,10 +336,10 @@ def test_a_rollback_that_cannot_restore_a_sequence_still_gives_the_memory_of_its
         engine.run(8)
     assert engine.fatal_error is not None
     assert memory_of(engine) == before
-    engine._cache.check_integrity()
+    view(engine).cache.check_integrity()
     running.close()
     new.close()
-    engine._cache.check_integrity()
+    view(engine).cache.check_integrity()
 
 
 @pytest.mark.parity("F163", "F144", "F176")
@@ -362,7 +363,7 @@ def test_one_kind_of_memory_that_cannot_be_given_back_keeps_no_other(
     assert kept == [failing is Reservation, failing is StateReservation, failing is WindowReservation]
     request.close()
     assert memory_of(engine) == before
-    engine._cache.check_integrity()
+    view(engine).cache.check_integrity()
 
 
 @pytest.mark.parity("F178", scenario="FA-16")
@@ -373,7 +374,7 @@ def test_what_a_failing_commit_has_published_is_not_undone(monkeypatch: pytest.M
     for request in requests:
         request.begin_turn(P10)
     published: list[int] = []
-    real = StepTransaction._publish
+    real = getattr(StepTransaction, PUBLISH_ROW)
 
     def second_fails(self: StepTransaction, staged: Any) -> None:
         if published:
@@ -382,7 +383,7 @@ def test_what_a_failing_commit_has_published_is_not_undone(monkeypatch: pytest.M
         real(self, staged)
 
     with monkeypatch.context() as patched:
-        patched.setattr(StepTransaction, "_publish", second_fails)
+        patched.setattr(StepTransaction, PUBLISH_ROW, second_fails)
         patched.setattr(StepTransaction, "roll_back", raising(AssertionError("must not be called")))
         engine.run(8)
     assert requests[0].tokens == [*P10, 5] and requests[0].num_computed_tokens == 3
@@ -411,7 +412,7 @@ def test_a_fatal_failure_without_work_is_one_event_about_the_engine(monkeypatch:
 def test_ownership_that_disagrees_with_the_plan_is_fatal() -> None:
     decoder = ForcedDecoder()
     engine, (x, _, _) = mixed_engine(decoder)
-    table = engine._cache.table(x.id)
+    table = view(engine).cache.table(x.id)
     assert table is not None
     table.num_computed_tokens -= 1
     events = engine.run(8)
@@ -449,9 +450,9 @@ def test_a_dormant_request_cannot_go_on_after_the_engine_stopped() -> None:
 @pytest.mark.parity("F175")
 def test_the_first_fatal_error_is_the_one_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(ForcedDecoder())
-    assert isinstance(engine._lifecycle, Lifecycle)
-    engine._lifecycle.stop(EngineUnhealthy("first"))
-    engine._lifecycle.stop(EngineUnhealthy("second"))
+    assert isinstance(view(engine).lifecycle, Lifecycle)
+    view(engine).lifecycle.stop(EngineUnhealthy("first"))
+    view(engine).lifecycle.stop(EngineUnhealthy("second"))
     with pytest.raises(EngineUnhealthy, match="first"):
         engine.run(8)
 

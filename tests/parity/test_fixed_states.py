@@ -23,6 +23,7 @@ from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, OpenedEngine, row_of
+from tests.support.engine_view import record_of, view
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -79,8 +80,9 @@ def test_a_second_pool_of_the_same_class_exists_only_for_models_with_a_state() -
 
     engine = engine_of(Watched(), num_blocks=8, block_size=4, max_batch_size=2, max_residents=3)
     assert allocated == [PoolGeometry(9, 4, 6)]  # five usable slots and slot 0, which stands for zeros
-    assert engine._cache.states is not None and engine._cache.states.pool.usable == 5
-    assert engine._cache.index is None  # a hit would need the state at its end
+    cache = view(engine).cache
+    assert cache.states is not None and cache.states.pool.usable == 5
+    assert cache.index is None  # a hit would need the state at its end
 
 
 @pytest.mark.parity("F335", scenario="DP-06")
@@ -409,7 +411,7 @@ def test_close_and_preemption_give_slots_back() -> None:
     while room.engine.has_pending_requests():
         for event in room.step():
             if event.request_id is None:
-                next(r for r in requests if not r._record.has_turn and r.num_computed_tokens).rewind(0)
+                next(r for r in requests if not record_of(r).has_turn and r.num_computed_tokens).rewind(0)
     assert room.engine.metrics.preemptions > 0
     assert [room.tokens[r.id] for r in requests] == [solo(prompt, 12) for prompt in prompts]
     for request in requests:
@@ -424,9 +426,7 @@ def test_rows_keep_their_rank_whatever_their_slots_are() -> None:
     requests: list[Request] = [room.resident([5 + i, 9], max_generated_tokens=9) for i in range(3)]
     for _ in range(4):
         events = room.step()
-        assert [e.request_id for e in events] == [
-            r.id for r in requests if r._record.id in {e.request_id for e in events}
-        ]
+        assert [e.request_id for e in events] == [r.id for r in requests if r.id in {e.request_id for e in events}]
     reads = np.concatenate([s.state_slots[:, 0] for s in room.decoder.steps[-3:] if s.state_slots is not None])
     assert not np.array_equal(reads, np.sort(reads))
     room.run_out()

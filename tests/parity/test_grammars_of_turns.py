@@ -21,6 +21,7 @@ from engine_actor.requests.request import Request
 from engine_actor.sampling.grammar_cursor import Cursor
 from engine_actor.sampling.grammars import Grammars
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engine_view import record_of
 from tests.support.engines import engine_of
 from tests.support.grammars import EOS, IDS, allowed, encode, letters, regex, spell
 
@@ -228,7 +229,8 @@ def test_a_grammar_that_the_library_gives_up_on_ends_its_turn() -> None:
 @pytest.mark.parity("F292")
 def test_a_mask_has_a_bit_for_each_column_of_the_logits() -> None:
     cursor = Grammars(letters, 65, frozenset({EOS})).cursor(regex("(?s:.*)"))
-    assert cursor._bits.shape == (12,)
+    mask = cursor.mask([])
+    assert mask is not None and mask.shape == (12,)
     start = allowed(cursor, [], 65)
     assert not start[0] and start[EOS] and start[IDS["a"]]
     assert not start[len(letters().tokens) :].any(), "an id without a token was let through"
@@ -245,7 +247,7 @@ def test_a_second_turn_begins_its_grammar_anew() -> None:
     assert re.fullmatch("[0-9]{4}", spell(request.tokens[begun:]))
     request.begin_turn(PROMPT, TurnOptions(8))
     finish(engine)
-    assert request._record.grammar_cursor is None
+    assert record_of(request).grammar_cursor is None
 
 
 @pytest.mark.parity("F296", lacks="there is no n-gram rule that could refuse drafts")

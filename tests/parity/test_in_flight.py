@@ -16,6 +16,7 @@ from engine_actor.requests.record import RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, solo
 from tests.support.engine_room import OpenedEngine, row_of
+from tests.support.engine_view import record_of, reservation_of, view
 
 X, Y = 1, 2
 
@@ -100,7 +101,9 @@ def test_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
     def watch(step: Any) -> Any:
         table = room.cache.table(request.id)
         assert table is not None
-        seen.append((step.attention_metadata.tolist(), table.num_computed_tokens, request._record.num_computed_tokens))
+        seen.append(
+            (step.attention_metadata.tolist(), table.num_computed_tokens, record_of(request).num_computed_tokens)
+        )
         assert committed(room.cache, request.id, range(60)) == list(range(50))
         return forward(step)
 
@@ -121,7 +124,7 @@ def test_a_second_step_cannot_start_before_the_first_has_ended() -> None:
         return cache.reserve([row_of(X, False, 50, 56, 56)])
 
     def in_flight() -> list[int]:
-        live = cache.paged._live
+        live = reservation_of(cache.paged)
         return [row.demand.target - row.demand.num_computed_tokens for row in live.rows] if live else []
 
     first = start()
@@ -145,7 +148,7 @@ def test_nothing_can_be_preempted_closed_or_cancelled_while_its_step_runs() -> N
 
     def meddle(step: Any) -> Any:
         with pytest.raises(ContractViolation, match="while a step holds a reservation"):
-            room.engine._lifecycle.cache.remove(request.id)
+            view(room.engine).lifecycle.cache.remove(request.id)
         for call in (request.close, lambda: request.cancel_turn(1), lambda: request.rewind(1), request.fork):
             with pytest.raises(InvalidCall, match="inside its own step"):
                 call()

@@ -15,6 +15,7 @@ from engine_actor.memory.block_table import BlockTable
 from engine_actor.memory.paged_cache import PagedCache
 from engine_actor.requests.record import RequestStatus, TokenHistory
 from tests.support.engine_room import LOWEST, OpenedEngine, advance, demand
+from tests.support.engine_view import free_list, owners_of, tables_of, view
 
 X, Y = 1, 2
 
@@ -22,7 +23,7 @@ X, Y = 1, 2
 def base() -> PagedCache:
     cache = PagedCache(BlockPool(4, 0, "lowest"), 4)
     advance(cache, demand(cache, X, 5), demand(cache, Y, 4))
-    assert (cache._tables[X].blocks, cache._tables[Y].blocks, cache.pool.free_ids()) == ([0, 1], [2], [3])
+    assert (tables_of(cache)[X].blocks, tables_of(cache)[Y].blocks, cache.pool.free_ids()) == ([0, 1], [2], [3])
     return cache
 
 
@@ -41,57 +42,57 @@ def test_sound_states_pass_the_check() -> None:
 
 
 def give_back_an_owned_block(cache: PagedCache) -> None:
-    cache.pool._heap.append(2)
+    free_list(cache.pool).append(2)
 
 
 def lose_a_free_block(cache: PagedCache) -> None:
-    cache.pool._heap.clear()
+    free_list(cache.pool).clear()
 
 
 def free_a_block_twice(cache: PagedCache) -> None:
-    cache.pool._heap.append(3)
+    free_list(cache.pool).append(3)
 
 
 def own_an_unknown_block(cache: PagedCache) -> None:
-    cache._tables[Y].blocks = [9]
+    tables_of(cache)[Y].blocks = [9]
 
 
 def own_a_negative_block(cache: PagedCache) -> None:
-    cache._tables[Y].blocks = [-1]
+    tables_of(cache)[Y].blocks = [-1]
 
 
 def list_a_block_twice(cache: PagedCache) -> None:
-    cache._tables[X].blocks = [0, 0]
+    tables_of(cache)[X].blocks = [0, 0]
 
 
 def own_anothers_block(cache: PagedCache) -> None:
-    cache._tables[Y].blocks = [1]
+    tables_of(cache)[Y].blocks = [1]
 
 
 def use_more_than_it_owns(cache: PagedCache) -> None:
-    cache._tables[Y].num_computed_tokens = 5
+    tables_of(cache)[Y].num_computed_tokens = 5
 
 
 def own_fewer_columns(cache: PagedCache) -> None:
-    cache._tables[X].blocks = [0]
+    tables_of(cache)[X].blocks = [0]
 
 
 def miscount_an_owner(cache: PagedCache) -> None:
-    cache.pool._owners[0] = 2
+    owners_of(cache.pool)[0] = 2
 
 
 def add_a_table_of_blocks_of_others(cache: PagedCache) -> None:
     table = BlockTable(4)
     table.blocks, table.count, table.num_computed_tokens, table.resident = [0, 1], 2, 5, True
-    cache._tables[7] = table
+    tables_of(cache)[7] = table
 
 
 def reserve_without_a_step(cache: PagedCache) -> None:
-    cache._tables[X].blocks += cache.pool.allocate(1)
+    tables_of(cache)[X].blocks += cache.pool.allocate(1)
 
 
 def keep_a_provisional_table(cache: PagedCache) -> None:
-    cache._tables[7] = BlockTable(4)
+    tables_of(cache)[7] = BlockTable(4)
 
 
 def issue_to_nobody(cache: PagedCache) -> None:
@@ -100,7 +101,7 @@ def issue_to_nobody(cache: PagedCache) -> None:
 
 def share_a_tail_that_is_written_to(cache: PagedCache) -> None:
     cache.fork(X, 7, 5)
-    cache._tables[X].forked = False
+    tables_of(cache)[X].forked = False
 
 
 @pytest.mark.parity("F181", "F182", "F183", "F184", scenario="IN-02")
@@ -140,7 +141,7 @@ def row_that_names_a_block_not_reserved(cache: PagedCache, row: Any) -> None:
 
 
 def reserved_block_of_another(cache: PagedCache, row: Any) -> None:
-    cache._tables[Y].blocks = [3]
+    tables_of(cache)[Y].blocks = [3]
 
 
 def lost_copy_source(cache: PagedCache, row: Any) -> None:
@@ -191,10 +192,10 @@ def test_processed_never_passes_the_current_length(current: int, processed: int,
 def test_a_table_without_a_request_is_found() -> None:
     room = OpenedEngine(**LOWEST)
     request = room.resident([5, 9])
-    del room.engine._lifecycle.requests.records[request.id]
+    del view(room.engine).requests.records[request.id]
     with pytest.raises(ContractViolation, match="does not exist"):
         room.engine.check_integrity()
-    room.engine._lifecycle.requests.records[request.id] = room.record(request)
+    view(room.engine).requests.records[request.id] = room.record(request)
     room.engine.check_integrity()
 
 
@@ -220,12 +221,12 @@ def test_counters_and_states_that_contradict_memory_are_found(field: str, value:
 def test_a_queue_that_contradicts_the_states_is_found() -> None:
     room = OpenedEngine(**LOWEST)
     request = room.add([5, 9])
-    del room.engine._lifecycle.requests.queue[request.id]
+    del view(room.engine).requests.queue[request.id]
     with pytest.raises(ContractViolation, match="queued: False"):
         room.engine.check_integrity()
-    room.engine._lifecycle.requests.queue[request.id] = room.record(request)
+    view(room.engine).requests.queue[request.id] = room.record(request)
     room.step()
-    room.engine._lifecycle.requests.queue[request.id] = room.record(request)
+    view(room.engine).requests.queue[request.id] = room.record(request)
     with pytest.raises(ContractViolation, match="queued: True"):
         room.engine.check_integrity()
 
@@ -272,9 +273,9 @@ def test_a_step_looks_at_no_idle_request() -> None:
     running = [room.add([50 + i, 7, 8], ignore_eos=True) for i in range(4)]
     room.engine.run(64)
     untouched: Any = Untouched()
-    tables = {request.id: room.cache.paged._tables[request.id] for request in idle}
+    tables = {request.id: tables_of(room.cache.paged)[request.id] for request in idle}
     for request in idle:
-        dict.__setitem__(room.cache.paged._tables, request.id, untouched)
+        dict.__setitem__(tables_of(room.cache.paged), request.id, untouched)
         room.record(request).history = untouched
     before = [request.num_computed_tokens for request in running]
     for _ in range(5):
@@ -282,7 +283,7 @@ def test_a_step_looks_at_no_idle_request() -> None:
         room.engine.stats()
     assert [request.num_computed_tokens for request in running] == [length + 5 for length in before]
     for request_id, table in tables.items():
-        dict.__setitem__(room.cache.paged._tables, request_id, table)
+        dict.__setitem__(tables_of(room.cache.paged), request_id, table)
     for request in idle:
         room.record(request).history = TokenHistory()
         request.close()

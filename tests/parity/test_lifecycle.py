@@ -16,6 +16,7 @@ from engine_actor.options import RequestOptions, SamplingParams, TurnOptions
 from engine_actor.requests.record import RequestStatus
 from engine_actor.requests.request import Request
 from tests.support.doubles import P10, P20, ForcedDecoder, build_engine, run_out, tokens_of
+from tests.support.engine_view import record_of, view
 from tests.support.requests import STATES, free_blocks, request_in, visible
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -80,10 +81,10 @@ def test_close_is_legal_in_every_state_and_gives_everything_back_once(state: Req
 def test_run_moves_work_on_and_leaves_the_rest_alone(state: RequestStatus) -> None:
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, state)
-    calls = len(engine._decoder.steps)  # type: ignore[attr-defined]
+    calls = len(view(engine).decoder.steps)  # type: ignore[attr-defined]
     before = visible(request)
     engine.run(8)
-    ran = len(engine._decoder.steps) - calls  # type: ignore[attr-defined]
+    ran = len(view(engine).decoder.steps) - calls  # type: ignore[attr-defined]
     if state in (RequestStatus.WAITING, RequestStatus.RUNNING):
         assert ran == 1 and request.status is RequestStatus.RUNNING
     else:
@@ -123,10 +124,10 @@ def test_a_request_belongs_to_one_engine() -> None:
     request.begin_turn(P10)
     before = visible(request)
     with pytest.raises(InvalidCall, match="does not belong"):
-        other._lifecycle.close(request._record)
+        view(other).lifecycle.close(record_of(request))
     assert visible(request) == before
     request.close()
-    other._lifecycle.close(request._record)
+    view(other).lifecycle.close(record_of(request))
     assert request.status is RequestStatus.CLOSED
     assert other.get_request(request.id) is None
 
@@ -182,9 +183,9 @@ def test_without_an_abandonment_the_boundary_allocates_nothing(monkeypatch: pyte
     engine = build_engine(ForcedDecoder())
     requests = [request_in(engine, RequestStatus.IDLE) for _ in range(5)]
     requests.pop()
-    reclaim = engine._lifecycle.reclaim_abandoned
+    reclaim = view(engine).lifecycle.reclaim_abandoned
     reclaim()
-    monkeypatch.setattr(engine._lifecycle.requests, "records", None)  # a flag is read, and nothing is looked through
+    monkeypatch.setattr(view(engine).requests, "records", None)  # a flag is read, and nothing is looked through
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -255,7 +256,7 @@ def test_a_running_request_needs_no_handle_to_stay_alive_within_a_call() -> None
     engine = build_engine(ForcedDecoder())
     handles = [request_in(engine, RequestStatus.RUNNING)]
     held = free_blocks(engine)
-    record = handles[0]._record
+    record = record_of(handles[0])
     drop_elsewhere(handles)
     gc.collect()
     states = [(record.status, free_blocks(engine))]

@@ -14,6 +14,7 @@ from engine_actor.requests.record import FinishReason, RequestStatus
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.engine_room import LOWEST, OpenedEngine
+from tests.support.engine_view import record_of, view
 
 ROWS, RESIDENTS, BLOCKS = DeferralReason.ROWS, DeferralReason.RESIDENTS, DeferralReason.BLOCKS
 
@@ -95,8 +96,8 @@ def test_any_ordered_subset_can_be_selected() -> None:
     y = room.resident([7])
     z = room.add([8])
     admission = Admission(room.cache, 3, UNBOUNDED, 1)
-    admission.consider(z._record)
-    admission.consider(y._record)
+    admission.consider(record_of(z))
+    admission.consider(record_of(y))
     assert [(record.id, demand.new) for record, demand in admission.selection.rows] == [(z.id, True), (y.id, False)]
     assert not admission.selection.deferrals
     reservation = room.cache.reserve([demand for _, demand in admission.selection.rows])
@@ -129,7 +130,7 @@ def test_a_table_wider_than_a_captured_graph_is_unserviceable() -> None:
     assert room.cache.max_columns == 4 and room.cache.longest == 16
     for length, fits in ((16, True), (17, False)):
         request = room.engine.create_request()
-        request._record.max_total = 100  # past the check of the input's length, to reach that of the plan
+        record_of(request).max_total = 100  # past the check of the input's length, to reach that of the plan
         request.begin_turn([5] * length)
         plan = room.plan()
         assert (plan.executable, len(plan.unserviceable)) == (fits, not fits)
@@ -275,16 +276,16 @@ def test_memory_that_runs_out_while_planning_is_raised_and_the_engine_stays_heal
     room = room_of()
     z = room.add([5, 9])
     before = room.fingerprint()
-    plan = room.engine._scheduler.plan
+    plan = view(room.engine).scheduler.plan
 
     def fail(transaction_id: int) -> Any:
         raise MemoryError("planning")
 
-    room.engine._scheduler.plan = fail  # type: ignore[method-assign]
+    view(room.engine).scheduler.plan = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="planning"):
         room.engine.run(10)
     assert room.fingerprint() == before and not room.decoder.steps
-    room.engine._scheduler.plan = plan  # type: ignore[method-assign]
+    view(room.engine).scheduler.plan = plan  # type: ignore[method-assign]
     room.step()
     assert z.num_computed_tokens == 2
 
@@ -379,7 +380,7 @@ def test_a_preempted_request_returns_only_where_the_running_ones_can_grow_beside
     preempted = room.add([3] * 16)  # four blocks, and four are free
     assert selected(room)[-1] == preempted.id
     for times, missing in ((1, 2), (2, 4)):
-        preempted._record.preemptions = times
+        record_of(preempted).preemptions = times
         (deferral,) = room.plan().deferrals
         assert (deferral.request_id, deferral.reason, deferral.missing_blocks) == (preempted.id, BLOCKS, missing)
 

@@ -14,6 +14,7 @@ from engine_actor.requests.record import FinishReason, RequestRecord, RequestSta
 from engine_actor.scheduling.preemption import choose_victim
 from tests.support.doubles import solo
 from tests.support.engine_room import FIFO, OpenedEngine
+from tests.support.engine_view import record_of, view
 
 
 def record(number: int, processed: int, preemptions: int = 0) -> RequestRecord:
@@ -77,8 +78,8 @@ def test_a_preempted_request_is_recomputed_from_the_front_and_goes_on_as_if_undi
             room.step()
     # Three blocks each; x goes on, y has given its blocks back in one piece.
     assert x.status is RequestStatus.RUNNING and y.status is RequestStatus.WAITING
-    assert (y.num_computed_tokens, room.blocks(y), y._record.preemptions) == (0, [], 1)
-    assert y.current_length == 13 and list(room.engine._lifecycle.requests.queue) == [y.id, waiting.id]
+    assert (y.num_computed_tokens, room.blocks(y), record_of(y).preemptions) == (0, [], 1)
+    assert y.current_length == 13 and list(view(room.engine).requests.queue) == [y.id, waiting.id]
     for _ in range(40):
         for event in room.step():
             if event.flags & EventFlags.TURN_FINISHED and event.request is not None:

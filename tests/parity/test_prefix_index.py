@@ -9,6 +9,7 @@ from engine_actor.memory.block_pool import BlockPool
 from engine_actor.memory.prefix_index import PrefixIndex, chained_sha256
 from tests.support.doubles import solo
 from tests.support.engine_room import FIFO, OpenedEngine
+from tests.support.engine_view import entries_of, record_of
 
 EIGHT = [1, 2, 3, 4, 5, 6, 7, 8]
 Index = tuple[PrefixIndex, BlockPool]
@@ -135,7 +136,7 @@ def test_tenants_never_share() -> None:
     yours = put(index, EIGHT, b"yours")
     assert found(index, b"mine", [*EIGHT, 9]) == mine and found(index, b"yours", [*EIGHT, 9]) == yours
     # A salt that equals the digest of another chain's head does not open that chain.
-    head = index[0]._by_block[mine[0]].digest
+    head = entries_of(index[0])[mine[0]].digest
     assert found(index, head, [5, 6, 7, 8, 9]) == []
 
 
@@ -183,7 +184,7 @@ def test_a_duplicate_that_grows_does_not_hash_its_beginning_again() -> None:
     first = put((index, pool), EIGHT)
     second = pool.allocate(3)
     known = index.insert(b"", EIGHT, second[:2], 0)
-    assert known is index._by_block[first[1]]
+    assert known is entries_of(index)[first[1]]
     hashed.clear()
     twelve = [*EIGHT, 9, 9, 9, 9]
     index.insert(b"", twelve, second, 2, known)
@@ -285,7 +286,7 @@ def test_a_match_is_not_remembered_across_turns_of_equal_length() -> None:
     room.step()
     waiting.rewind(0)
     b = [*range(40, 48), 20]
-    waiting.begin_turn(b, waiting._record.turn_options)
+    waiting.begin_turn(b, record_of(waiting).turn_options)
     seen.close()
     room.run_out()
     assert waiting.usage.cached_tokens == 0 and room.tokens[waiting.id] == solo(b, 1)
@@ -300,10 +301,10 @@ def test_rewind_into_a_shared_block_falls_to_its_start() -> None:
     assert second.usage.cached_tokens == 8
     second.rewind(6)
     assert (second.current_length, second.num_computed_tokens) == (6, 4)
-    second.begin_turn([33], second._record.turn_options)
+    second.begin_turn([33], record_of(second).turn_options)
     room.run_out()
     assert room.tokens[second.id][-1] == solo([*EIGHT_UP[:6], 33], 1)[0]
-    first.begin_turn([34], first._record.turn_options)
+    first.begin_turn([34], record_of(first).turn_options)
     room.run_out()
     assert room.tokens[first.id][-1] == solo(first.tokens[:11], 1)[0]
 
@@ -316,7 +317,7 @@ def test_what_follows_a_rewind_is_not_indexed_under_what_was_forgotten() -> None
     second = pair[1]
     assert not any(room.pool.is_indexed(block) for block in room.blocks(second))
     second.rewind(4)
-    second.begin_turn([40, 41, 42, 43, 44], second._record.turn_options)
+    second.begin_turn([40, 41, 42, 43, 44], record_of(second).turn_options)
     room.run_out()
     for beginning, cached in ((EIGHT_UP[:8], 8), (EIGHT_UP[:4], 8)):
         prompt = [*beginning, 40, 41, 42, 43, 50]

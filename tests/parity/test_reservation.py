@@ -17,6 +17,7 @@ from engine_actor.requests.events import EventFlags
 from engine_actor.requests.outcomes import StepOutcome
 from tests.support.doubles import POISON, solo
 from tests.support.engine_room import LOWEST, OpenedEngine, advance, demand, row_of
+from tests.support.engine_view import owners_of, tables_of, view
 
 X, Y, Z = 1, 2, 3
 
@@ -26,8 +27,8 @@ def cache_from_zero(blocks: int) -> PagedCache:
 
 
 def state_of(cache: PagedCache) -> object:
-    tables = [(i, list(t.blocks), t.count, t.num_computed_tokens) for i, t in cache._tables.items() if t.resident]
-    return tables, cache.pool.free_ids(), list(cache.pool._owners)
+    tables = [(i, list(t.blocks), t.count, t.num_computed_tokens) for i, t in tables_of(cache).items() if t.resident]
+    return tables, cache.pool.free_ids(), list(owners_of(cache.pool))
 
 
 @pytest.mark.parity("F139", "F138", scenario="RS-01")
@@ -190,25 +191,25 @@ def grow_pool(cache: PagedCache) -> None:
 
 def replace_omitted_table(cache: PagedCache) -> None:
     table = BlockTable(4)
-    table.blocks, table.count, table.num_computed_tokens, table.resident = cache._tables[Y].blocks, 1, 4, True
-    cache._tables[Y] = table
+    table.blocks, table.count, table.num_computed_tokens, table.resident = tables_of(cache)[Y].blocks, 1, 4, True
+    tables_of(cache)[Y] = table
 
 
 def advance_omitted_table(cache: PagedCache) -> None:
-    cache._tables[Y].num_computed_tokens += 1
+    tables_of(cache)[Y].num_computed_tokens += 1
 
 
 def advance_planned_table(cache: PagedCache) -> None:
-    cache._tables[X].num_computed_tokens += 1
+    tables_of(cache)[X].num_computed_tokens += 1
 
 
 def remap_omitted_table(cache: PagedCache) -> None:
-    cache._tables[Y].blocks[0] = 5
-    cache._tables[Y].epoch += 1
+    tables_of(cache)[Y].blocks[0] = 5
+    tables_of(cache)[Y].epoch += 1
 
 
 def add_a_table(cache: PagedCache) -> None:
-    cache._tables[9] = BlockTable(4)
+    tables_of(cache)[9] = BlockTable(4)
 
 
 TAMPERINGS = [
@@ -272,7 +273,7 @@ def test_a_removed_and_readmitted_request_has_another_table() -> None:
     room = OpenedEngine(num_blocks=16, **LOWEST)
     request = room.resident([5, 9, 13], max_generated_tokens=20)
     old = room.cache.table(request.id)
-    room.engine._lifecycle.preempt(request._record)
+    view(room.engine).preempt(request)
     room.step()
     new = room.cache.table(request.id)
     assert old is not new and new is not None and new.blocks[0] == 0
@@ -334,11 +335,11 @@ def test_publishing_issues_nothing_and_grows_no_table() -> None:
     advance(cache, demand(cache, X, 4))
     reservation = cache.reserve([demand(cache, X, 9), demand(cache, Y, 5)])
     tables = {row.demand.request_id: list(row.table.blocks) for row in reservation.rows}
-    entries, generation = len(cache._tables), cache.pool.generation
+    entries, generation = len(tables_of(cache)), cache.pool.generation
     cache.pool.allocate = lambda count: pytest.fail("publishing allocated")  # type: ignore[method-assign]
     reservation.commit([9, 5])
-    assert {i: list(cache._tables[i].blocks) for i in tables} == tables
-    assert (len(cache._tables), cache.pool.generation) == (entries, generation)
+    assert {i: list(tables_of(cache)[i].blocks) for i in tables} == tables
+    assert (len(tables_of(cache)), cache.pool.generation) == (entries, generation)
 
 
 # -- through the engine -----------------------------------------------------------------------------------------------

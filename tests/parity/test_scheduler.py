@@ -15,6 +15,7 @@ from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, row_limit, share_budget
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, LOWEST, OpenedEngine
+from tests.support.engine_view import view
 
 P10, P20, P30 = [4, 5, 6], [6, 7, 8], [8, 9, 10]
 
@@ -63,9 +64,7 @@ def test_a_budget_of_two_takes_two_decodes_and_defers_the_rest() -> None:
     room = OpenedEngine()
     decodes = [room.resident(p, ignore_eos=True) for p in (P10, P20, P30)]
     prefill = room.add(P10)
-    room.engine._scheduler = Scheduler(
-        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.limits, max_scheduled_tokens=2)
-    )
+    view(room.engine).limit(max_scheduled_tokens=2)
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in decodes[:2]]
     assert [d.request_id for d in plan.deferrals] == [decodes[2].id, prefill.id]
@@ -94,7 +93,7 @@ def test_a_count_outside_the_unprocessed_tokens_is_refused(tampered: int) -> Non
     with pytest.raises(ContractViolation, match=f"{tampered} tokens planned, 3 remain"):
         plan.check()
     # Through the engine: nothing is reserved, the decoder is not called, the engine stops.
-    room.engine._scheduler.plan = lambda transaction_id: plan  # type: ignore[method-assign]
+    view(room.engine).scheduler.plan = lambda transaction_id: plan  # type: ignore[method-assign]
     room.engine.run(10)
     assert not room.decoder.steps and not room.blocks(request)
     with pytest.raises(EngineUnhealthy, match="3 remain"):
@@ -192,7 +191,7 @@ def test_a_huge_prefill_hides_no_decode() -> None:
 @pytest.mark.parity("F096", "F098", scenario="SC-15")
 def test_planning_twice_gives_the_same_plan_and_changes_nothing() -> None:
     room = OpenedEngine(prefix_reuse=True)
-    assert [room.engine._scheduler.plan(9).outcome, room.engine._scheduler.plan(9).transaction_id] == [
+    assert [view(room.engine).plan(9).outcome, view(room.engine).plan(9).transaction_id] == [
         StepOutcome.NO_WORK,
         9,
     ]
@@ -200,7 +199,7 @@ def test_planning_twice_gives_the_same_plan_and_changes_nothing() -> None:
     room.dormant(P20)
     room.add(P30)
     before = room.fingerprint()
-    first, second = room.engine._scheduler.plan(17), room.engine._scheduler.plan(18)
+    first, second = view(room.engine).plan(17), view(room.engine).plan(18)
     assert (first.transaction_id, second.transaction_id) == (17, 18)
     second.transaction_id = 17
     assert first == second and room.fingerprint() == before
@@ -212,9 +211,7 @@ def test_an_omitted_prefill_keeps_its_table_while_a_decode_runs() -> None:
     prefill, decode = room.add([4, 5, 6, 7, 8]), room.add([9])
     room.step()
     assert (prefill.num_computed_tokens, decode.num_computed_tokens) == (3, 1)
-    room.engine._scheduler = Scheduler(
-        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.limits, max_scheduled_tokens=1)
-    )
+    view(room.engine).limit(max_scheduled_tokens=1)
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [decode.id] and plan.graph_capture_eligible
     before = room.blocks(prefill), room.cache.table(prefill.id)
@@ -355,9 +352,7 @@ def test_a_blocked_decode_gives_its_row_to_the_next_decode_not_to_a_prefill() ->
     others = [room.add([8], ignore_eos=True), room.add([9], ignore_eos=True)]
     room.step()
     prefill = room.add([10])
-    room.engine._scheduler = Scheduler(
-        room.engine._lifecycle.requests, room.engine._cache, replace(room.engine.limits, max_batch_size=2)
-    )
+    view(room.engine).limit(max_batch_size=2)
     room.pool.allocate(room.pool.free_count)  # nothing is free: the first decode lacks a block
     plan = room.plan()
     assert [row.record.id for row in plan.rows] == [r.id for r in others]

@@ -32,6 +32,17 @@ from tests.support.doubles import (
     solo,
     tokens_of,
 )
+from tests.support.engine_view import (
+    STAGE_ROW,
+    entries_of,
+    idle_blocks,
+    owners_of,
+    queue_after,
+    queue_of,
+    tables_of,
+    turns_of,
+    view,
+)
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[str]:
@@ -50,7 +61,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[str]:
     watch(PagedCache, "reserve", "reserve")
     watch(TokenHistory, "stage", "checkpoint")
     watch(StepPacker, "pack", "pack")
-    watch(engine._decoder, "forward", "decode")
+    watch(view(engine).decoder, "forward", "decode")
     watch(BatchedSampler, "sample", "sample")
     watch(EventQueue, "stage", "stage events")
     watch(StepTransaction, "prepare", "prepare")
@@ -104,15 +115,15 @@ def test_one_model_call_a_transaction() -> None:
 
 def everything(engine: Engine) -> dict[str, object]:
     """All state of an engine that a step may change, its counters of events apart."""
-    cache, life = engine._cache, engine._lifecycle
-    tables = cache.paged._tables
+    cache, life = view(engine).cache, view(engine).lifecycle
+    tables = tables_of(cache.paged)
     return {
         "tables": {i: (list(t.blocks), t.count, t.num_computed_tokens, t.resident) for i, t in tables.items()},
         "table order": list(tables),
         "free": sorted(cache.pool.free_ids()),
-        "idle": list(cache.pool._idle),
-        "owners": list(cache.pool._owners),
-        "index": set(cache.index._by_block) if cache.index else None,
+        "idle": idle_blocks(cache.pool),
+        "owners": list(owners_of(cache.pool)),
+        "index": set(entries_of(cache.index)) if cache.index else None,
         "queue": list(life.requests.queue),
         "records": {
             r.id: (
@@ -155,15 +166,15 @@ def busy_engine(decoder: MixingDecoder, **config: object) -> tuple[Engine, list[
 
 
 def fail_decoder_before(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._decoder.fail_before = lambda: RetryableStepError("before")  # type: ignore[attr-defined]
+    view(engine).decoder.fail_before = lambda: RetryableStepError("before")  # type: ignore[attr-defined]
 
 
 def fail_decoder_after(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._decoder.fail_next = lambda: RetryableStepError("after its writes")  # type: ignore[attr-defined]
+    view(engine).decoder.fail_next = lambda: RetryableStepError("after its writes")  # type: ignore[attr-defined]
 
 
 def fail_memory(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine._decoder.fail_next = lambda: MemoryError("full")  # type: ignore[attr-defined]
+    view(engine).decoder.fail_next = lambda: MemoryError("full")  # type: ignore[attr-defined]
 
 
 def fail_sampler(engine: Engine, patched: pytest.MonkeyPatch) -> None:
@@ -175,7 +186,7 @@ def fail_sampler(engine: Engine, patched: pytest.MonkeyPatch) -> None:
 
 def fail_second_stage(engine: Engine, patched: pytest.MonkeyPatch) -> None:
     """The first row is staged, then one fails (F160)."""
-    real, calls = StepTransaction._stage, []
+    real, calls = getattr(StepTransaction, STAGE_ROW), []
 
     def broken(self: StepTransaction, *args: Any) -> Any:
         calls.append(args)
@@ -183,7 +194,7 @@ def fail_second_stage(engine: Engine, patched: pytest.MonkeyPatch) -> None:
             raise ValueError("second row")
         return real(self, *args)
 
-    patched.setattr(StepTransaction, "_stage", broken)
+    patched.setattr(StepTransaction, STAGE_ROW, broken)
 
 
 def fail_checkpoint(engine: Engine, patched: pytest.MonkeyPatch) -> None:
@@ -241,7 +252,7 @@ def test_what_a_rolled_back_step_wrote_is_never_read() -> None:
             decoder.fail_next = lambda: RetryableStepError("poison")
         engine.run(8)
         # Whatever is not committed is overwritten with nonsense.
-        table = engine._cache.table(request.id)
+        table = view(engine).cache.table(request.id)
         valid = {table.slot(p) for p in range(table.num_computed_tokens)} if table else set()
         flat = decoder.cache.reshape(-1)
         flat[[slot for slot in range(len(flat)) if slot not in valid]] = 11
@@ -290,17 +301,17 @@ def test_publishing_grows_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, dict[str, int]] = {}
 
     def measure() -> dict[str, int]:
-        life, cache = engine._lifecycle, engine._cache
+        life, cache = view(engine).lifecycle, view(engine).cache
         sized: dict[str, Any] = {
             "records": life.requests.records,
             "queue": life.requests.queue,
-            "turns": life.requests._turns,
-            "tables": cache.paged._tables,
-            "owners": cache.pool._owners,
+            "turns": turns_of(life.requests),
+            "tables": tables_of(cache.paged),
+            "owners": owners_of(cache.pool),
         }
         for record in life.requests.records.values():
             sized[f"history {record.id}"] = record.history.ids
-        for request_id, table in cache.paged._tables.items():
+        for request_id, table in tables_of(cache.paged).items():
             sized[f"table {request_id}"] = table.blocks
         return {name: len(container) for name, container in sized.items()}
 
@@ -308,14 +319,14 @@ def test_publishing_grows_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def commit(self: StepTransaction) -> None:
         sizes["before"] = measure()
-        staged = len(self._queue_after)
+        staged = len(queue_after(self))
         real_commit(self)
-        assert len(self._queue_after) == staged
+        assert len(queue_after(self)) == staged
 
     def publish(self: StepTransaction) -> None:
         real_publish(self)
         sizes["after"] = measure()
-        assert engine._lifecycle.events._events is self._queue_after
+        assert queue_of(view(engine).events) is queue_after(self)
 
     monkeypatch.setattr(StepTransaction, "commit", commit)
     monkeypatch.setattr(StepTransaction, "publish_events", publish)
@@ -430,8 +441,8 @@ def test_phases_out_of_order_are_refused() -> None:
     request.begin_turn(P10)
 
     def new_step() -> StepTransaction:
-        plan = engine._scheduler.plan(1)
-        return StepTransaction(plan, engine._lifecycle, engine._decoder, engine._packer)
+        plan = view(engine).plan(1)
+        return StepTransaction(plan, view(engine).lifecycle, view(engine).decoder, view(engine).packer)
 
     step = new_step()
     before = everything(engine)

@@ -10,6 +10,7 @@ from engine_actor.errors import ContextLengthExceeded, EngineUnhealthy, InvalidC
 from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.record import FinishReason, RequestStatus
 from tests.support.doubles import P10, P20, ForcedDecoder, SyntheticDecoder, build_engine, run_out, solo, tokens_of
+from tests.support.engine_view import record_of, view
 from tests.support.requests import free_blocks, request_in, usage_of, visible
 
 EOS = 1
@@ -57,12 +58,12 @@ def test_turns_are_numbered_from_one() -> None:
 def test_the_last_turn_id_is_never_passed() -> None:
     engine = build_engine(ForcedDecoder())
     request = request_in(engine, RequestStatus.IDLE)
-    request._record.turn_id = LAST_TURN_ID
+    record_of(request).turn_id = LAST_TURN_ID
     before = visible(request)
     with pytest.raises(InvalidCall, match="turn ids"):
         request.begin_turn([9])
     assert visible(request) == before
-    request._record.turn_id = LAST_TURN_ID - 1
+    record_of(request).turn_id = LAST_TURN_ID - 1
     assert request.begin_turn([9]) == 2**64 - 1
 
 
@@ -106,11 +107,11 @@ def test_a_first_turn_is_taken_in_whole_or_not_at_all(monkeypatch: pytest.Monkey
     """Device memory and sampler state are taken in the step, where a failure is a rollback."""
     engine = build_engine(SyntheticDecoder())
     request = engine.create_request()
-    record = request._record
+    record = record_of(request)
     before = visible(request)
     with monkeypatch.context() as patched:
         if fault == "queue":
-            patched.setattr(engine._lifecycle.requests, "queue", FailingQueue())
+            patched.setattr(view(engine).requests, "queue", FailingQueue())
         else:
             real = type(record.history).extend
 
@@ -137,7 +138,7 @@ def test_a_continuation_whose_append_fails_keeps_the_last_turn_and_can_be_retrie
     request = request_in(engine, RequestStatus.IDLE)
     before = visible(request)
     with monkeypatch.context() as patched:
-        patched.setattr(type(request._record.history), "extend", Failing(MemoryError("append")))
+        patched.setattr(type(record_of(request).history), "extend", Failing(MemoryError("append")))
         with pytest.raises(MemoryError):
             request.begin_turn([7, 8])
     assert visible(request) == before
@@ -155,8 +156,8 @@ def test_a_continuation_that_cannot_be_undone_stops_the_engine(monkeypatch: pyte
     other = request_in(engine, RequestStatus.RUNNING)
     engine.run(8)
     with monkeypatch.context() as patched:
-        patched.setattr(type(request._record.history), "extend", Failing(MemoryError("append")))
-        patched.setattr(type(request._record.history), "truncate", Failing(RuntimeError("restore")))
+        patched.setattr(type(record_of(request).history), "extend", Failing(MemoryError("append")))
+        patched.setattr(type(record_of(request).history), "truncate", Failing(RuntimeError("restore")))
         with pytest.raises(EngineUnhealthy, match="restore"):
             request.begin_turn([7, 8])
     assert request.status is RequestStatus.CLOSED

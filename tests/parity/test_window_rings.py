@@ -20,6 +20,7 @@ from engine_actor.requests.record import RequestStatus
 from engine_actor.scheduling.scheduler import Scheduler, longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, WindowedMixingDecoder, solo
 from tests.support.engine_room import LOWEST, OpenedEngine, row_of
+from tests.support.engine_view import view
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -171,7 +172,7 @@ def test_the_cap_holds_whatever_the_chunk_size_is() -> None:
     room.add([5] * 9)
     limits = room.engine.limits
     for chunk, count in ((7, 2), (0, 2), (1, 1)):
-        scheduler = Scheduler(room.engine._lifecycle.requests, room.engine._cache, replace(limits, chunk_size=chunk))
+        scheduler = Scheduler(view(room.engine).requests, view(room.engine).cache, replace(limits, chunk_size=chunk))
         assert [row.count for row in scheduler.plan(1).rows] == [count]
 
 

@@ -14,6 +14,7 @@ from engine_actor.requests.record import RequestRecord
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import SyntheticDecoder
+from tests.support.engine_view import idle_blocks, owners_of, record_of, tables_of, view
 from tests.support.engines import engine_of
 
 # Order policies of the documents (C01, C02), for tests that name block ids.
@@ -63,7 +64,7 @@ class OpenedEngine:
         }
         self.decoder = decoder or SyntheticDecoder()
         self.engine = engine_of(self.decoder, **(defaults | config))
-        self.cache = self.engine._cache
+        self.cache = view(self.engine).cache
         self.pool = self.cache.pool
         self.requests: list[Request] = []  # handles: a request without one is abandoned
         self.tokens: dict[int, list[int]] = {}  # by request id, of all turns
@@ -76,7 +77,7 @@ class OpenedEngine:
         return request
 
     def plan(self) -> StepPlan:
-        return self.engine._scheduler.plan(1)
+        return view(self.engine).plan(1)
 
     def step(self) -> list[EngineEvent]:
         """One transaction and all of its events."""
@@ -111,7 +112,7 @@ class OpenedEngine:
         return request
 
     def record(self, request: Request) -> RequestRecord:
-        return request._record
+        return record_of(request)
 
     def blocks(self, request: Request) -> list[int]:
         table = self.cache.table(request.id)
@@ -123,18 +124,21 @@ class OpenedEngine:
 
     def fingerprint(self) -> object:
         """All that planning could change: statuses, tables, owners, the order of the free list, counters."""
-        records = self.engine._lifecycle.requests.records.values()
+        records = view(self.engine).requests.records.values()
         return (
             [
                 (r.id, r.status, r.num_computed_tokens, tuple(r.history.ids), r.passed_over, r.overtaken)
                 for r in records
             ],
-            list(self.engine._lifecycle.requests.queue),
-            [(i, list(t.blocks), t.count, t.num_computed_tokens, t.epoch) for i, t in self.cache.paged._tables.items()],
+            list(view(self.engine).requests.queue),
+            [
+                (i, list(t.blocks), t.count, t.num_computed_tokens, t.epoch)
+                for i, t in tables_of(self.cache.paged).items()
+            ],
             self.pool.free_ids(),
-            list(self.pool._owners),
-            bytes(self.pool._indexed),
-            list(self.pool._idle),
+            list(owners_of(self.pool)),
+            [self.pool.is_indexed(block) for block in range(self.pool.num_ids)],
+            idle_blocks(self.pool),
             self.pool.generation,
-            len(self.engine._events),
+            len(view(self.engine).events),
         )

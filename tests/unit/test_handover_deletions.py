@@ -20,6 +20,7 @@ from serve_app.cluster import handover as module
 from serve_app.cluster.handover import Handover
 from serve_app.cluster.routing.known_replicas import KnownReplicas
 from serve_app.cluster.routing.sticky_router import AVOID, ONLY
+from tests.support.actor_view import remembered
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 
@@ -230,7 +231,7 @@ def test_deletions_are_remembered_for_a_while_and_not_too_many(monkeypatch: pyte
     now[0] = 100.0 + deletions.KEPT_SECONDS + 1
     assert "b" not in recent and "a" in recent and recent.within(1e9) == ["c", "a"]
     recent.note("d")
-    assert list(recent._at) == ["a", "c", "d"]
+    assert remembered(recent) == ["a", "c", "d"]
     monkeypatch.setattr(deletions, "MOST_KEPT", 2)
     recent.note("e")
-    assert list(recent._at) == ["d", "e"]
+    assert remembered(recent) == ["d", "e"]

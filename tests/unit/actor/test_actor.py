@@ -14,6 +14,7 @@ from engine_actor.errors import EngineUnhealthy, RetryableStepError
 from engine_actor.messages import EndReason, RefusalCode, TurnAccepted, TurnRefused, TurnTokens
 from engine_actor.scheduling.scheduler import Scheduler
 from engine_actor.scheduling.step_plan import StepPlan
+from tests.support.actor_view import owner_of
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.unit.actor.helpers import ask, start_actor, turn
 
@@ -137,8 +138,8 @@ async def test_whoever_is_accepted_or_refused_hears_of_it_before_the_step(decode
     commands, step = threading.Event(), threading.Event()
     choose, decoder.choose = decoder.choose, lambda sequence: (step.wait(20), choose(sequence))[1]
     actor = await start_actor(decoder, max_turns_per_session=1)
-    assert actor._owner is not None
-    actor._owner.post(partial(_wait, commands))  # so that the turns come to the same round
+    assert owner_of(actor) is not None
+    owner_of(actor).post(partial(_wait, commands))  # so that the turns come to the same round
     turns = [actor.stream_turn(turn([5, 9, i], 3, session)) for i, session in ((11, "s"), (12, "s"), (13, None))]
     first = [asyncio.ensure_future(anext(deltas)) for deltas in turns]
     await asyncio.sleep(0)

@@ -30,6 +30,7 @@ from engine_actor.options import SamplingParams
 from engine_actor.sessions.table import SessionTable
 from engine_actor.turns.turn import Delivery, Turn
 from engine_actor.turns.waiting_room import TurnLimits
+from tests.support.actor_view import LoopView, sessions_of
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.support.engines import engine_of
 
@@ -107,6 +108,7 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         self.table = SessionTable(self.engine, "r", sessions, 0.0, clock=lambda: self.now)
         self.limits = TurnLimits(running, queued, 3)
         self.loop = OwnerLoop(self.engine, self.table, "r", self.limits, self._deliver, clock=lambda: self.now)
+        self.behind = LoopView(self.loop)
         self.callers: list[Caller] = []
         self.asked = 0
 
@@ -138,7 +140,7 @@ class OwnerLoopMachine(RuleBasedStateMachine):
             full = len(self.loop.waiting.queue) >= self.limits.max_queued_turns
             places_left = self._places() < self.limits.max_running_sequences
             self.loop.submit(caller.turn)
-            self.loop._flush()
+            self.behind.flush()
             first = caller.told[0] if caller.told else None
             if isinstance(first, TurnRefused) and first.code is RefusalCode.QUEUE_FULL:
                 assert full and not resumed
@@ -160,7 +162,7 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         for caller in self._open():
             caller.deleted |= caller.request.session_id == session and bool(caller.turn.choices)
         self.loop.close_session(session_key("o", session))
-        self.loop._flush()
+        self.behind.flush()
 
     @rule(session=st.sampled_from(SESSIONS))
     def fork(self, session: str) -> None:
@@ -176,27 +178,27 @@ class OwnerLoopMachine(RuleBasedStateMachine):
             self._round()
 
     def _round(self) -> None:
-        self.loop._round()
-        self.loop._flush()
+        self.behind.round()
+        self.behind.flush()
 
     def _open(self) -> list[Caller]:
         return [caller for caller in self.callers if not caller.over]
 
     def _places(self) -> int:
-        return sum(choice.sequences for choice in self.loop._running.values())
+        return sum(choice.sequences for choice in self.behind.running.values())
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
     @invariant()
     def places_are_not_exceeded(self) -> None:
-        turns = {choice.turn for choice in self.loop._running.values()}
+        turns = {choice.turn for choice in self.behind.running.values()}
         assert self._places() <= self.limits.max_running_sequences or len(turns) == 1
         for turn in turns:
-            assert len([c for c in self.loop._running.values() if c.turn is turn]) == len(turn.choices)
+            assert len([c for c in self.behind.running.values() if c.turn is turn]) == len(turn.choices)
 
     @invariant()
     def each_open_turn_is_in_one_place(self) -> None:
-        queued, running = set(self.loop.waiting.queue), {choice.turn for choice in self.loop._running.values()}
+        queued, running = set(self.loop.waiting.queue), {choice.turn for choice in self.behind.running.values()}
         assert not queued & running
         assert {caller.turn for caller in self._open()} <= queued | running
         assert all(not turn.over and not turn.choices for turn in queued)
@@ -206,27 +208,29 @@ class OwnerLoopMachine(RuleBasedStateMachine):
     @invariant()
     def sessions_know_their_turns(self) -> None:
         queued = list(self.loop.waiting.queue)
-        running = [choice.turn for choice in self.loop._running.values() if choice.stays]  # others leave no trace in it
-        for session in self.table._sessions.values():
+        running = [
+            choice.turn for choice in self.behind.running.values() if choice.stays
+        ]  # others leave no trace in it
+        for session in sessions_of(self.table).values():
             mine = [turn for turn in queued if turn.session is session]
             assert set(session.waiting) == set(mine) and len(session.waiting) == len(mine)
             now = [turn for turn in running if turn.session is session]
             assert len(now) == session.running
             assert session.open_turns or session.sequence(), "nothing is known of it"
             assert self.table.open_turns(_named(session.session_id)) == session.running + len(mine)
-        known = set(map(id, self.table._sessions.values()))
+        known = set(map(id, sessions_of(self.table).values()))
         assert all(turn.session is None or id(turn.session) in known for turn in queued)
 
     @invariant()
     def nobody_waits_for_a_place_that_is_free(self) -> None:
         first = self.loop.waiting.queue.first()
-        self.loop._begin_waiting()  # commands may have made room; the next round looks before its step
-        self.loop._flush()
+        self.behind.begin_waiting()  # commands may have made room; the next round looks before its step
+        self.behind.flush()
         following = self.loop.waiting.queue.first()
         if following is not None:
             assert self._places() + following.request.choices > self.limits.max_running_sequences
         assert first is None or first is following or first.choices or first.over
-        if not self.loop._running:
+        if not self.behind.running:
             assert not len(self.loop.waiting.queue)
 
     @invariant()
@@ -235,7 +239,7 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         stats = self.loop.stats()
         assert stats["waiting_turns"] == len(self.loop.waiting.queue)
         assert stats["waiting_sequences"] == sum(turn.request.choices for turn in self.loop.waiting.queue)
-        assert stats["running"] + stats["waiting"] <= len(self.loop._running)
+        assert stats["running"] + stats["waiting"] <= len(self.behind.running)
 
     @invariant()
     def what_is_over_was_right(self) -> None:
@@ -254,8 +258,8 @@ class OwnerLoopMachine(RuleBasedStateMachine):
         assert not self._open(), "a turn never ended"
         self.what_is_over_was_right()
         self._round()
-        assert not self.loop._running and not len(self.loop.waiting.queue)
-        assert all(not c.running and not c.waiting for c in self.table._sessions.values())
+        assert not self.behind.running and not len(self.loop.waiting.queue)
+        assert all(not c.running and not c.waiting for c in sessions_of(self.table).values())
 
 
 def _named(session: str) -> TurnRequest:

@@ -15,6 +15,7 @@ from engine_actor.actor.actor import EngineActor
 from engine_actor.messages import EndReason, Failure, HistorySpan, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
 from engine_actor.sampling.logprobs import TokenLogprob
+from tests.support.actor_view import owner_of
 from tests.support.doubles import MixingDecoder, SyntheticDecoder
 from tests.unit.actor.helpers import Answer, ask, start_actor, turn
 
@@ -214,7 +215,7 @@ async def test_an_engine_that_stops_ends_its_turns_as_resumable_and_says_so_at_o
     if fails == "decoder":
         decoder.fail_next = lambda: RuntimeError("as the test wants")
     else:
-        assert actor._owner is not None and actor._owner.post(fail)
+        assert owner_of(actor) is not None and owner_of(actor).post(fail)
     answer = await asking
     assert isinstance(answer.ended, TurnEnded)
     assert answer.ended.reason is EndReason.FAILED and answer.ended.resumable

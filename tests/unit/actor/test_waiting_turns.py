@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine_actor.messages import EndReason, ForkOutcome, RefusalCode, TurnRequest
+from tests.support.actor_view import owner_of
 from tests.support.doubles import solo
 from tests.unit.actor.helpers import turn
 from tests.unit.actor.stepped import Asked, Stage, staged
@@ -344,12 +345,12 @@ async def test_whatever_ends_the_engine_those_that_wait_can_go_elsewhere(
             stage.decoder.fail_next = lambda: RuntimeError("the device is gone")
             stage.decoder.make_step(2)
         else:
-            assert stage.actor._owner is not None
+            assert owner_of(stage.actor) is not None
 
             def fail(*_: Any) -> None:
                 raise RuntimeError("the device is gone")
 
-            monkeypatch.setattr(stage.actor._owner.sessions, "begin", fail)
+            monkeypatch.setattr(owner_of(stage.actor).sessions, "begin", fail)
             stage.decoder.over.add(10)
             stage.decoder.make_step(3)
         await asyncio.wait_for(asyncio.gather(*(one.task for one in asked)), 20)

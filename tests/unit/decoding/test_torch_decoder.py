@@ -17,6 +17,7 @@ from engine_actor.options import SamplingParams
 from engine_actor.sampling.sample_row import SampleRow
 from kernels import native
 from tests.support import tiny_models
+from tests.support.engine_view import model_of
 from tests.support.gguf_writing import write_gguf
 from tests.support.packed import Row, pack, run_in_chunks
 
@@ -40,7 +41,7 @@ def _tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def _caches(decoder: TorchDecoder) -> list[torch.Tensor]:
-    layers = decoder._model.layers
+    layers = model_of(decoder).layers
     return [cache for layer in layers for cache in (layer.attention.key_cache, layer.attention.value_cache)]
 
 
@@ -155,7 +156,7 @@ def test_running_out_of_memory_is_told_apart_and_the_next_step_works(
     step = pack([Row(_tokens(5), 0, [1])])
     expected = decoder.forward(step)
     with monkeypatch.context() as patch:
-        patch.setattr(type(decoder._model), "__call__", lambda model, tensors: run_out(tensors))
+        patch.setattr(type(model_of(decoder)), "__call__", lambda model, tensors: run_out(tensors))
         with pytest.raises(ExecutionMemoryExceeded, match="a step of 5 tokens"):
             decoder.launch(step, [SampleRow(SamplingParams(), 5)])
     assert torch.equal(decoder.forward(step), expected)

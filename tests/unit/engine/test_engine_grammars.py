@@ -17,6 +17,7 @@ from engine_actor.requests.record import FinishReason
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
+from tests.support.engine_view import sharing_weights
 from tests.support.engines import engine_of
 from tests.support.grammars import lark, regex, schema
 from tests.support.prose import PROSE
@@ -68,7 +69,7 @@ class Bench:
     """An engine of its own over the shared weights."""
 
     def __init__(self, model: TorchDecoder, tokenizer: Tokenizer, **config: int | bool) -> None:
-        decoder = TorchDecoder(model._model, model._device, model._dtype)
+        decoder = sharing_weights(model)
         settings: dict[str, int | bool] = {"num_blocks": 160, "block_size": 16, "max_batch_size": 32, **config}
         self.engine = engine_of(decoder, vocabulary=tokenizer.vocabulary, **settings)
         self._tokenizer = tokenizer

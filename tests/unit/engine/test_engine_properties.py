@@ -30,6 +30,7 @@ from engine_actor.requests.request import Request
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from engine_actor.sampling.sample_row import SampleRow
 from tests.support.doubles import MixingDecoder, RecurrentMixingDecoder, WindowedMixingDecoder, mixing_logits
+from tests.support.engine_view import record_of, view
 from tests.support.engines import engine_of
 from tests.support.grammars import alphabet, regex
 
@@ -333,7 +334,7 @@ class EngineMachine(RuleBasedStateMachine):
         if kv is None:
             return
         assert expected.handle.status is RequestStatus.IDLE and kv.positions == expected.handle.num_computed_tokens
-        restored = self.engine.restore_request(expected.handle.tokens, kv, expected.handle._record.options)
+        restored = self.engine.restore_request(expected.handle.tokens, kv, record_of(expected.handle).options)
         if restored is not None:
             assert restored.num_computed_tokens == kv.positions
             self.known[restored.id] = Expected(restored, restored.tokens, expected.limit)
@@ -344,7 +345,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(right):
             guess.append(oracle(expected.handle.tokens + guess, SamplingParams()))
         guess = (guess + wrong)[:DRAFTS]
-        generates = expected.handle.status is RequestStatus.RUNNING and not expected.handle._record.is_prefill
+        generates = expected.handle.status is RequestStatus.RUNNING and not record_of(expected.handle).is_prefill
         generates = generates and self.decoder.manifest.max_draft_tokens > 0
         if not guess or (generates and expected.options.sampling.greedy and expected.options.grammar is None):
             expected.handle.set_draft_tokens(guess)
@@ -443,7 +444,7 @@ class EngineMachine(RuleBasedStateMachine):
         expected.handle.close()
 
     def _holds_place(self, expected: Expected) -> bool:
-        return expected.handle.id in self.engine._cache.paged.residents()
+        return expected.handle.id in view(self.engine).cache.paged.residents()
 
 
 EngineMachine.TestCase.settings = settings(PROFILE, suppress_health_check=list(HealthCheck))

@@ -13,6 +13,7 @@ from engine_actor.errors import InvalidOption
 from engine_actor.options import SamplingParams, TurnOptions
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import load_tokenizer
+from tests.support.engine_view import sharing_weights
 from tests.support.engines import engine_of
 
 NEW = 24
@@ -52,7 +53,7 @@ def test_an_answer_cut_anywhere_goes_on_as_it_would_have(
     model: TorchDecoder, prompt: list[int], sampling: SamplingParams
 ) -> None:
     def engine() -> Engine:
-        decoder = TorchDecoder(model._model, model._device, model._dtype)
+        decoder = sharing_weights(model)
         return engine_of(decoder, num_blocks=200, block_size=16, max_batch_size=NEW, prefix_reuse=False)
 
     first = engine()
@@ -68,7 +69,7 @@ def test_an_answer_cut_anywhere_goes_on_as_it_would_have(
 
 
 def test_what_cannot_have_been_generated_is_refused(model: TorchDecoder, prompt: list[int]) -> None:
-    engine = engine_of(TorchDecoder(model._model, model._device, model._dtype), num_blocks=20, block_size=16)
+    engine = engine_of(sharing_weights(model), num_blocks=20, block_size=16)
     with pytest.raises(InvalidOption, match="resumed_tokens"):
         TurnOptions(NEW, resumed_tokens=NEW)
     with pytest.raises(InvalidOption, match="resumed_tokens"):

@@ -17,6 +17,7 @@ from engine_actor.requests.events import EventFlags
 from engine_actor.requests.request import Request
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.doubles import run_out
+from tests.support.engine_view import sharing_weights
 from tests.support.engines import engine_of
 from tests.support.prose import PROSE
 
@@ -87,7 +88,7 @@ class Harness:
 
 def harness(model: TorchDecoder, **config: int | bool) -> Harness:
     """A new engine over the same weights, with pools of its own."""
-    decoder = TorchDecoder(model._model, model._device, model._dtype)
+    decoder = sharing_weights(model)
     settings: dict[str, int | bool] = {"num_blocks": 160, "block_size": 16, "max_batch_size": 16, **config}
     return Harness(engine_of(decoder, **settings))  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ from engine_actor.sampling.logprobs import TokenLogprob
 from tests.support import tiny_models
 from tests.support.doubles import MixingDecoder, RecurrentDecoder, WindowedDecoder, build_engine, mixing_logits, run_out
 from tests.support.engine_room import OpenedEngine
+from tests.support.engine_view import view
 from tests.support.engines import engine_of
 
 VOCAB, EOS, CONTEXT = 12, 1, 40
@@ -320,7 +321,7 @@ def test_the_next_turn_of_a_real_model_is_the_same_bit_for_bit(family: str, tmp_
     request = old.create_request()
     turn(old, request, TEN)
     kv = old.read_cache(request, LARGE)
-    assert kv is not None and kv.content.nbytes == 6 * old._decoder.manifest.paged.block_bytes(4)
+    assert kv is not None and kv.content.nbytes == 6 * view(old).decoder.manifest.paged.block_bytes(4)
     restored = new.restore_request(request.tokens, sent(kv))
     assert restored is not None
     there = turn(new, restored, [3, 1, 4])

@@ -19,6 +19,7 @@ from serve_app.cluster.client import HandleEngineClient
 from serve_app.cluster.failover import watch as watch_module
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.cluster.routing.sticky_router import AVOID, ONLY
+from tests.support.actor_view import owner_of
 from tests.support.doubles import SyntheticDecoder, solo
 from tests.support.failing_replicas import SILENT, Call, Sign
 from tests.unit.actor.helpers import ask, start_actor, turn
@@ -116,8 +117,8 @@ async def test_turns_move_on_when_a_step_takes_longer_than_it_may_and_not_before
     hanging.check_health()
 
     answers = await answering
-    assert hanging._owner is not None
-    assert time.monotonic() - hanging._owner.heartbeat.last_round > bound
+    assert owner_of(hanging) is not None
+    assert time.monotonic() - owner_of(hanging).heartbeat.last_round > bound
     assert hanging.failure() is not None and hanging.routing_stats()["accepting"] is False
     for prompt, deltas in zip(PROMPTS, answers, strict=True):
         tokens = [token for delta in deltas if isinstance(delta, TurnTokens) for token in delta.token_ids]

@@ -20,7 +20,8 @@ from engine_actor.sampling import grammars as grammars_module
 from engine_actor.sampling.grammar_cursor import Cursor
 from engine_actor.sampling.grammars import Grammars, check_grammar
 from engine_actor.sampling.vocabulary import Vocabulary
-from serve_app.text.tokenizer import load_tokenizer
+from serve_app.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.engine_view import READ_ANSWER
 from tests.support.grammars import EOS, IDS, allowed, encode, lark, letters, regex, schema
 
 GROWING = regex("y|x[ab]*a[ab]{9}")  # what may follow depends on the last ten letters, so there are 1,024 cases
@@ -116,7 +117,7 @@ def test_a_panic_while_an_answer_is_read_ends_that_answer(monkeypatch: pytest.Mo
         LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(r"((\p{L}|é)|\w)"))
         raise type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("where that was mended")
 
-    monkeypatch.setattr(Cursor, "_advance", panic)
+    monkeypatch.setattr(Cursor, READ_ANSWER, panic)
     with pytest.raises(GrammarFailed, match="the library that reads it failed"):
         grammars().cursor(regex("a")).mask([])
 
@@ -139,8 +140,12 @@ def test_two_threads_that_need_the_first_grammar_read_the_vocabulary_once() -> N
 
 
 @pytest.fixture(scope="module")
-def real(smollm2_path: Path) -> Grammars:
-    tokenizer = load_tokenizer(smollm2_path)
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def real(tokenizer: Tokenizer) -> Grammars:
     made = Grammars(tokenizer.vocabulary, tokenizer.vocab_size, tokenizer.eos_token_ids)
     made.prepare()
     return made
@@ -149,13 +154,13 @@ def real(smollm2_path: Path) -> Grammars:
 @pytest.mark.parametrize(
     "own", [{"whitespace_pattern": "[ ]{0,9}"}, {"whitespace_flexible": True}, {"item_separator": ";"}]
 )
-def test_a_schema_cannot_ask_for_other_white_space(real: Grammars, own: object) -> None:
+def test_a_schema_cannot_ask_for_other_white_space(real: Grammars, tokenizer: Tokenizer, own: object) -> None:
     wanted = {"type": "array", "items": {"enum": [1, 2]}}
     usual, changed = real.cursor(schema(wanted)), real.cursor(schema(wanted | {"x-guidance": own}))
     answer: list[int] = []
-    while len(answer) < 8 and not set(answer) & set(real._eos):
-        usually = allowed(usual, answer, real._vocab_size)
-        assert (allowed(changed, answer, real._vocab_size) == usually).all()
+    while len(answer) < 8 and not set(answer) & tokenizer.eos_token_ids:
+        usually = allowed(usual, answer, tokenizer.vocab_size)
+        assert (allowed(changed, answer, tokenizer.vocab_size) == usually).all()
         answer.append(int(np.flatnonzero(usually)[-1]))
     assert len(answer) > 2
 
@@ -206,7 +211,7 @@ NASTY: dict[str, GrammarSpec] = {
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_a_nasty_grammar_is_refused_or_served_within_bounds(real: Grammars, name: str) -> None:
+def test_a_nasty_grammar_is_refused_or_served_within_bounds(real: Grammars, tokenizer: Tokenizer, name: str) -> None:
     """In seconds of this thread's processor time, an order of magnitude above what is measured on a slow machine."""
     asked, begun = NASTY[name], time.thread_time()
     try:
@@ -222,8 +227,8 @@ def test_a_nasty_grammar_is_refused_or_served_within_bounds(real: Grammars, name
     begun = time.thread_time()
     try:
         for _ in range(150):
-            goes_on = allowed(cursor, answer, real._vocab_size)
-            goes_on[real._eos] = False
+            goes_on = allowed(cursor, answer, tokenizer.vocab_size)
+            goes_on[list(tokenizer.eos_token_ids)] = False
             if not goes_on.any():
                 break
             choices = np.flatnonzero(goes_on)

@@ -16,6 +16,7 @@ from engine_actor.requests.request import Request
 from engine_actor.scheduling.step_plan import StepPlan
 from tests.support.doubles import solo
 from tests.support.engine_room import OpenedEngine
+from tests.support.engine_view import view
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ def check_counts(room: OpenedEngine, plan: StepPlan) -> None:
 def s0_plan(room: OpenedEngine) -> list[int]:
     """The plain rule, written down a second time: one pass over decodes, then prefills, counting limits down."""
     engine, cache = room.engine, room.cache
-    records = engine._lifecycle.requests.records
-    residents = [records[name] for name in engine._cache.paged.residents() if records[name].has_turn]
-    order = [*residents, *engine._lifecycle.requests.queue.values()]
+    records = view(engine).requests.records
+    residents = [records[name] for name in view(engine).cache.paged.residents() if records[name].has_turn]
+    order = [*residents, *view(engine).requests.queue.values()]
     order.sort(key=lambda record: record.num_computed_tokens < record.prompt_boundary)
     rows = min(engine.limits.max_batch_size, engine.limits.max_scheduled_tokens)
     blocks, places = cache.available, cache.max_residents - cache.resident_count
@@ -166,7 +167,7 @@ def test_prefills_keep_their_share_of_the_tokens(arrivals: list[Arrival], limits
         waiting = {d.request_id for d in plan.deferrals if d.reason is DeferralReason.ROWS}
         if rows > 1 and decodes and not prefills:
             # Decodes alone: no prefill was left out for want of rows.
-            records = room.engine._lifecycle.requests.records
+            records = view(room.engine).requests.records
             assert not any(records[name].is_prefill for name in waiting)
 
     Workload(arrivals, room).run(watch)
@@ -187,7 +188,7 @@ def test_a_waiting_request_is_overtaken_a_bounded_number_of_times(
         for deferral in plan.deferrals:
             if deferral.reason is DeferralReason.ROWS:
                 continue
-            record = room.engine._lifecycle.requests.records[deferral.request_id]
+            record = view(room.engine).requests.records[deferral.request_id]
             newer = sum(submitted > record.submitted for submitted in admitted)
             overtaken[record.id] = overtaken.get(record.id, 0) + newer
             assert overtaken[record.id] <= most

@@ -12,6 +12,7 @@ from engine_actor.options import SamplingParams
 from engine_actor.sessions.table import SessionTable
 from engine_actor.turns.turn import Turn
 from engine_actor.turns.waiting_room import TurnLimits
+from tests.support.actor_view import LoopView
 from tests.support.doubles import SyntheticDecoder
 from tests.support.engines import engine_of
 
@@ -35,10 +36,10 @@ class Desk:
     def steps(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now += 1.0
-            self.loop._round()
+            LoopView(self.loop).round()
 
     def refused(self, turn: Turn) -> TurnRefused:
-        [refusal, end] = self.loop._outbox.pop(turn)
+        [refusal, end] = LoopView(self.loop).take(turn)
         assert end is None and isinstance(refusal, TurnRefused)
         return refusal
 

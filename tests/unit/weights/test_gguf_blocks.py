@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
@@ -93,7 +94,7 @@ def test_the_fingerprint_tells_stored_from_expanded_and_one_code_from_another(tm
     other = tmp_path / "other.gguf"
     damaged = bytearray(path.read_bytes())
     name = "model.layers.0.mlp.down_proj.weight"
-    start = open_checkpoint(path)._file.tensors["blk.0.ffn_down.weight"].start  # type: ignore[attr-defined]
+    start = next(t.data_offset for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight")
     damaged[start + 2] ^= 1  # the first code, after its scale
     other.write_bytes(damaged)
 
