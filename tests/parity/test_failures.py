@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine_actor.core.engine import Engine
-from engine_actor.core.lifecycle import Lifecycle
 from engine_actor.core.step import StepTransaction
 from engine_actor.errors import (
     ContractViolation,
@@ -450,7 +449,6 @@ def test_a_dormant_request_cannot_go_on_after_the_engine_stopped() -> None:
 @pytest.mark.parity("F175")
 def test_the_first_fatal_error_is_the_one_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(ForcedDecoder())
-    assert isinstance(view(engine).lifecycle, Lifecycle)
     view(engine).lifecycle.stop(EngineUnhealthy("first"))
     view(engine).lifecycle.stop(EngineUnhealthy("second"))
     with pytest.raises(EngineUnhealthy, match="first"):

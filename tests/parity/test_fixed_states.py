@@ -18,12 +18,12 @@ from engine_actor.memory.sizing import blocks_in_bytes, blocks_in_memory, state_
 from engine_actor.memory.step_reservation import StepReservation
 from engine_actor.options import UNBOUNDED, RequestOptions
 from engine_actor.requests.outcomes import DeferralReason
-from engine_actor.requests.record import RequestRecord
+from engine_actor.requests.record import RequestRecord, RequestStatus
 from engine_actor.requests.request import Request
 from engine_actor.scheduling.admission import Admission
 from tests.support.doubles import RecurrentDecoder, SyntheticDecoder, solo
 from tests.support.engine_room import FIFO, OpenedEngine, row_of
-from tests.support.engine_view import record_of, view
+from tests.support.engine_view import view
 from tests.support.engines import engine_of
 
 X, Y, Z = 1, 2, 3
@@ -411,7 +411,7 @@ def test_close_and_preemption_give_slots_back() -> None:
     while room.engine.has_pending_requests():
         for event in room.step():
             if event.request_id is None:
-                next(r for r in requests if not record_of(r).has_turn and r.num_computed_tokens).rewind(0)
+                next(r for r in requests if r.status is RequestStatus.IDLE and r.num_computed_tokens).rewind(0)
     assert room.engine.metrics.preemptions > 0
     assert [room.tokens[r.id] for r in requests] == [solo(prompt, 12) for prompt in prompts]
     for request in requests:

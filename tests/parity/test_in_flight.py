@@ -16,7 +16,7 @@ from engine_actor.requests.record import RequestStatus
 from engine_actor.sampling.batched_sampler import BatchedSampler
 from tests.support.doubles import ForcedDecoder, SyntheticDecoder, build_engine, solo
 from tests.support.engine_room import OpenedEngine, row_of
-from tests.support.engine_view import record_of, reservation_of, view
+from tests.support.engine_view import reservation_of, view
 
 X, Y = 1, 2
 
@@ -101,9 +101,7 @@ def test_keys_of_a_step_go_beyond_the_committed_prefix() -> None:
     def watch(step: Any) -> Any:
         table = room.cache.table(request.id)
         assert table is not None
-        seen.append(
-            (step.attention_metadata.tolist(), table.num_computed_tokens, record_of(request).num_computed_tokens)
-        )
+        seen.append((step.attention_metadata.tolist(), table.num_computed_tokens, request.num_computed_tokens))
         assert committed(room.cache, request.id, range(60)) == list(range(50))
         return forward(step)
 

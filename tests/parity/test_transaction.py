@@ -440,11 +440,7 @@ def test_phases_out_of_order_are_refused() -> None:
     request = engine.create_request()
     request.begin_turn(P10)
 
-    def new_step() -> StepTransaction:
-        plan = view(engine).plan(1)
-        return StepTransaction(plan, view(engine).lifecycle, view(engine).decoder, view(engine).packer)
-
-    step = new_step()
+    step = view(engine).new_step()
     before = everything(engine)
     for phase in (step.checkpoint, step.launch, step.collect, step.stage, step.prepare, step.commit):
         with pytest.raises(ContractViolation, match="cannot follow planned"):
@@ -461,7 +457,7 @@ def test_phases_out_of_order_are_refused() -> None:
     with pytest.raises(ContractViolation, match="cannot follow rolled_back"):
         step.launch()
 
-    step = new_step()
+    step = view(engine).new_step()
     phases = (step.reserve, step.checkpoint, step.launch, step.collect, step.stage, step.prepare, step.commit)
     for phase in phases:
         phase()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from engine_actor.memory.window_ring import WindowRings, ring_blocks
 from engine_actor.options import TurnOptions
 from engine_actor.requests.outcomes import DeferralReason
 from engine_actor.requests.record import RequestStatus
-from engine_actor.scheduling.scheduler import Scheduler, longest_part
+from engine_actor.scheduling.scheduler import longest_part
 from tests.support.doubles import SyntheticDecoder, WindowedDecoder, WindowedMixingDecoder, solo
 from tests.support.engine_room import LOWEST, OpenedEngine, row_of
 from tests.support.engine_view import view
@@ -170,10 +169,9 @@ def test_the_cap_holds_whatever_the_chunk_size_is() -> None:
     assert [longest_part(chunk, 2) for chunk in (7, 0, 1)] == [2, 2, 1]
     room = room_of(chunk_size=2)
     room.add([5] * 9)
-    limits = room.engine.limits
     for chunk, count in ((7, 2), (0, 2), (1, 1)):
-        scheduler = Scheduler(view(room.engine).requests, view(room.engine).cache, replace(limits, chunk_size=chunk))
-        assert [row.count for row in scheduler.plan(1).rows] == [count]
+        view(room.engine).limit(chunk_size=chunk)
+        assert [row.count for row in room.plan().rows] == [count]
 
 
 @pytest.mark.parity("F226", "F301")

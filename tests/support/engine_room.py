@@ -77,7 +77,7 @@ class OpenedEngine:
         return request
 
     def plan(self) -> StepPlan:
-        return view(self.engine).plan(1)
+        return view(self.engine).plan()
 
     def step(self) -> list[EngineEvent]:
         """One transaction and all of its events."""
