@@ -17,9 +17,11 @@ from serve_app.commands.local_ray import APPLICATION, disconnect, start_ray, sta
 from serve_app.config import AppArgs
 from tests.cluster import scripted
 from tests.cluster.scripted import Deploy
+from tests.support import actor_view
 
 # Replicas import what is installed; the doubles travel with their class.
-cloudpickle.register_pickle_by_value(scripted)
+for module in (scripted, actor_view):
+    cloudpickle.register_pickle_by_value(module)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ OTHERS = {
     "unit/cli/test_preflight.py": {"_start"},  # the command's
     "unit/failover/test_turn.py": {"_places", "_watch"},  # the client's watch over replicas
     "unit/proxy/test_protocol.py": {"_buffer"},  # asyncio's reader
-    "unit/text/test_text_stream.py": {"_held", "_matcher"},  # the text's search for stop strings
+    "unit/text/test_text_stream.py": {"_matcher"},  # the text's search for stop strings
 }
 REPLACING = {"setattr", "getattr", "delattr", "hasattr"}  # also as methods of a monkeypatch
 

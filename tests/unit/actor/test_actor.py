@@ -138,7 +138,6 @@ async def test_whoever_is_accepted_or_refused_hears_of_it_before_the_step(decode
     commands, step = threading.Event(), threading.Event()
     choose, decoder.choose = decoder.choose, lambda sequence: (step.wait(20), choose(sequence))[1]
     actor = await start_actor(decoder, max_turns_per_session=1)
-    assert owner_of(actor) is not None
     owner_of(actor).post(partial(_wait, commands))  # so that the turns come to the same round
     turns = [actor.stream_turn(turn([5, 9, i], 3, session)) for i, session in ((11, "s"), (12, "s"), (13, None))]
     first = [asyncio.ensure_future(anext(deltas)) for deltas in turns]

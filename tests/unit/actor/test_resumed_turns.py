@@ -215,7 +215,7 @@ async def test_an_engine_that_stops_ends_its_turns_as_resumable_and_says_so_at_o
     if fails == "decoder":
         decoder.fail_next = lambda: RuntimeError("as the test wants")
     else:
-        assert owner_of(actor) is not None and owner_of(actor).post(fail)
+        assert owner_of(actor).post(fail)
     answer = await asking
     assert isinstance(answer.ended, TurnEnded)
     assert answer.ended.reason is EndReason.FAILED and answer.ended.resumable

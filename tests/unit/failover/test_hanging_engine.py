@@ -117,7 +117,6 @@ async def test_turns_move_on_when_a_step_takes_longer_than_it_may_and_not_before
     hanging.check_health()
 
     answers = await answering
-    assert owner_of(hanging) is not None
     assert time.monotonic() - owner_of(hanging).heartbeat.last_round > bound
     assert hanging.failure() is not None and hanging.routing_stats()["accepting"] is False
     for prompt, deltas in zip(PROMPTS, answers, strict=True):
