@@ -14,7 +14,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -316,6 +316,10 @@ class EngineActor:
             "free_blocks": snapshot.free_blocks,
             "accepting": self._accepting and self.failure() is None,
         }
+
+    def resident_keys(self) -> Collection[str]:
+        """Of the resident sessions, from the same snapshot."""
+        return self._snapshot().sessions
 
     def _snapshot(self) -> Snapshot:
         return self._owner.heartbeat.snapshot if self._owner is not None else Snapshot()

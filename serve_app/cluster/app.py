@@ -16,7 +16,8 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from serve_app.cluster.autoscaling import EnginePolicy
-from serve_app.cluster.deployments import EngineDeployment, Ingress
+from serve_app.cluster.deployments import EngineDeployment
+from serve_app.cluster.front_door import Ingress
 from serve_app.cluster.response_store import LEASE_SECONDS
 from serve_app.config import AppArgs
 from serve_app.openai.responses.memory_store import MemoryResponseStore

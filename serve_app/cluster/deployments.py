@@ -1,48 +1,44 @@
-"""The classes of the Serve deployments: engines, and the front door before them.
+"""The class of the Serve deployment of engines.
 
     client -> Serve proxy -> Ingress (HTTP, text) -> handle with StickyRouter -> EngineDeployment (one engine)
-                                                  -> handle -> the store of responses (see handle_response_store)
 
-`EngineActor` and the ASGI app know no Ray; what is Ray's is here. Both classes start their work on the event
-loop that Serve runs user code on, which must never block: models load in a thread.
+`EngineActor` knows no Ray; what is Ray's is here. It starts its work on the event loop that Serve runs user code on,
+which must never block: models load in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-from pydantic import SecretStr
 from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.handle import DeploymentHandle
-from ray.util.metrics import Counter
 
 from engine_actor.actor_options import ActorOptions
 from engine_actor.errors import EngineUnhealthy
-from engine_actor.messages import ForkOutcome, MovedSession, SessionHolding, SessionInfo, TurnDelta, TurnRequest
+from engine_actor.messages import (
+    ForkOutcome,
+    MovedSession,
+    SessionHolding,
+    SessionInfo,
+    TurnDelta,
+    TurnRequest,
+    session_key,
+)
 from engine_actor.stopwatch import Stopwatch
-from serve_app.api import create_app
 from serve_app.cluster.autoscaling import PRESSURE, pressure
-from serve_app.cluster.channel.call import TurnPlaced
+from serve_app.cluster.channel.call import TurnElsewhere, TurnPlaced
 from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Batch, Outboxes
-from serve_app.cluster.client import HandleEngineClient
+from serve_app.cluster.control_calls import ControlCalls
 from serve_app.cluster.handover import Handover
-from serve_app.cluster.port_watch import head_watch
-from serve_app.cluster.response_store import HandleResponseStore
+from serve_app.cluster.routing.claims import NameClaims
 from serve_app.cluster.routing.known_replicas import known_replicas
-from serve_app.config import AppArgs
-from serve_app.generation_config import sampling_defaults
-from serve_app.local_ports import require_key_beyond_loopback
 from serve_app.model_store import resolve_model
-from serve_app.openai.desk import open_desk, side_desk
 from serve_app.telemetry.logs import join_serve_log
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 from serve_app.telemetry.observers import StepWatch, TurnWatch
@@ -55,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moorage.engine")
 
-STORE_TIMEOUT_SECONDS = 10.0
+CLAIM_ANSWER_SECONDS = 0.5  # it is answered on the event loop, whatever the engine does
 
 
 class EngineDeployment:
@@ -90,6 +86,8 @@ class EngineDeployment:
         known = known_replicas(context.app_name, context.deployment)
         self._handover = Handover(self._replica, self._actor, engines, known)
         self._leases = Leases(lambda: self._handover.taken_out)
+        self._control = ControlCalls(engines, known)
+        self._claims = NameClaims(self._replica, known, self._actor.resident_keys, self._ask_who_has)
         self._background = [
             asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run()),
             asyncio.create_task(self._handover.run()),
@@ -103,11 +101,22 @@ class EngineDeployment:
         return EngineActor(options, self._replica, detokenize, load, on_step=watch, vocabulary=tokenizer.vocabulary)
 
     async def stream_turn(
-        self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = ()
-    ) -> AsyncGenerator[TurnPlaced | TurnDelta, None]:
+        self, request: TurnRequest, reader: str, number: int, avoid: tuple[str, ...] = (), only: str = ""
+    ) -> AsyncGenerator[TurnPlaced | TurnElsewhere | TurnDelta, None]:
         """Where the turn is, then its deltas; or nothing more, where they go to the channel of `reader` as those of its
-        turn `number`. It is cancelled when its reader has gone. `avoid` is for the router alone."""
-        with self._leases.hold(reader) as lease, self._outboxes.turn(reader, number) as outbox:
+        turn `number`. It is cancelled when its reader has gone. Or only where else it is to go; not if it is meant for
+        this replica (`only`), or another one had begun it. `avoid`: replicas that have refused or lost it."""
+        key = None if request.session_id is None else session_key(request.cache_scope, request.session_id)
+        if key is not None and request.resumed_tokens is None and only != self._replica:
+            home = await self._claims.home(key, avoid)
+            if home != self._replica:
+                yield TurnElsewhere(self._replica, home)
+                return
+        with ExitStack() as held:
+            if key is not None:
+                held.enter_context(self._claims.turn(key))
+            lease = held.enter_context(self._leases.hold(reader))
+            outbox = held.enter_context(self._outboxes.turn(reader, number))
             yield TurnPlaced(self._replica, None if outbox is None else outbox.channel)
             async with aclosing(self._measured_turn(request)) as told, aclosing(lease.items(told)) as deltas:
                 if outbox is not None:
@@ -115,6 +124,15 @@ class EngineDeployment:
                 else:
                     async for delta in deltas:
                         yield delta
+
+    async def _ask_who_has(self, first: str, key: str, avoid: Collection[str]) -> str | None:
+        asked = self._control.ask(first, "claim", key, self._replica, tuple(avoid), seconds=CLAIM_ANSWER_SECONDS)
+        home: str | None = await asked
+        return home
+
+    async def claim(self, key: str, claimant: str, avoid: tuple[str, ...], only: str) -> str | None:
+        """See `NameClaims`."""
+        return self._claims.claim(key, claimant, avoid) if only == self._replica else None
 
     async def channel(self, reader: str, number: int, only: str) -> AsyncGenerator[Batch, None]:
         """The deltas of all turns of a reader that come while it is open. `only`: the replica that was meant; another
@@ -244,43 +262,3 @@ def _answer_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text that a client was sent for these tokens, and may send back as history."""
     answer = AnswerText(tokenizer)
     return answer.push(token_ids) + answer.finish()
-
-
-class Ingress:
-    """The OpenAI-compatible API. Holds the tokenizer and no model, and so does a process beside it for large bodies."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, args: AppArgs, keys: tuple[SecretStr, ...], engines: DeploymentHandle, responses: DeploymentHandle
-    ) -> None:
-        join_serve_log()
-        # A config file binds 0.0.0.0 unless it says otherwise, so the rule of the command line holds here
-        # too.
-        require_key_beyond_loopback(_get_global_client().http_config.host, has_keys=bool(keys))
-        path = await asyncio.to_thread(resolve_model, args.model)
-        settings = args.ingress_settings(keys, sampling=await asyncio.to_thread(sampling_defaults, path))
-        self._desk = await asyncio.to_thread(open_desk, settings, path)
-        if self._desk.prompts.why_no_chat is not None:
-            logger.warning("%s", self._desk.prompts.why_no_chat)
-        self._side = side_desk(settings, path)
-        self._client = HandleEngineClient(
-            engines,
-            placement_timeout=args.resolved_placement_timeout(),
-            replacement_timeout=args.replacement_timeout_seconds,
-            starts_on_demand=args.starts_on_demand,
-            head=head_watch(),
-        )
-        self._store = HandleResponseStore(responses, timeout=STORE_TIMEOUT_SECONDS)
-        self._left_out = Counter(
-            "moorage_schema_parts_left_out",
-            description="Fields of tools' schemas that no grammar can keep to, in requests that do not ask for strict.",
-        )
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve calls this when the constructor is done."""
-        return create_app(self._desk, self._side, self._client, self._store, self._left_out.inc)
-
-    def __del__(self) -> None:
-        """Serve calls this when the process stops, after its requests have ended."""
-        for held in (getattr(self, "_side", None), getattr(self, "_client", None)):  # absent if the constructor failed
-            if held is not None:
-                held.close()

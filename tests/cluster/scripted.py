@@ -38,6 +38,8 @@ from engine_actor.messages import (
 from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Outboxes
 from serve_app.cluster.deployments import EngineDeployment
+from serve_app.cluster.routing.claims import NameClaims
+from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.jobs.pool import BatchEngine
 from serve_app.telemetry.metrics import EngineMetrics, open_in_ray
 from tests.support.actor_view import owner_of
@@ -120,6 +122,9 @@ class ScriptedEngine(EngineDeployment):
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._outboxes = Outboxes()
         self._leases = Leases()
+        context = serve.get_replica_context()
+        known = known_replicas(context.app_name, context.deployment)
+        self._claims = NameClaims(self._replica, known, list, self._ask_who_has)
         self._scripted = ScriptedActor(self._replica)
         self._actor = self._scripted  # type: ignore[assignment]
 

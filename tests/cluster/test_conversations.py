@@ -13,7 +13,14 @@ import httpx
 import pytest
 from ray.serve.handle import DeploymentHandle
 
-from tests.cluster.scripted import Deploy
+from engine_actor.messages import TurnAccepted, TurnRequest
+from engine_actor.options import SamplingParams
+from serve_app.cluster.app import ENGINES
+from serve_app.cluster.client import HandleEngineClient
+from serve_app.cluster.routing.known_replicas import known_replicas
+from serve_app.cluster.routing.placement import by_rank
+from serve_app.commands.local_ray import APPLICATION
+from tests.cluster.scripted import Deploy, MeasuredEngine
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -36,7 +43,14 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def engines(deploy: Deploy) -> DeploymentHandle:
-    return deploy(replicas=2, ingress_replicas=2, kv_memory="192MiB", threads=1, graceful_shutdown_timeout_seconds=5.0)
+    return deploy(
+        MeasuredEngine,
+        replicas=2,
+        ingress_replicas=2,
+        kv_memory="192MiB",
+        threads=1,
+        graceful_shutdown_timeout_seconds=5.0,
+    )
 
 
 @pytest.fixture
@@ -137,6 +151,41 @@ async def test_turns_of_a_new_name_that_come_together_have_one_home(
     assert len(homes) == 1
     listed = [item["replica"] for item in (await http.get("/v1/sessions")).json()["data"] if item["id"] == name]
     assert listed == list(homes)
+
+
+def key_that_leads_to(home: str) -> str:
+    """A routing key of nothing that is anywhere."""
+    running = known_replicas(APPLICATION, ENGINES).running
+    return next(key for key in map(str, range(1000)) if by_rank(key, running)[0] == home)
+
+
+async def test_turns_of_a_name_that_processes_send_to_two_replicas_have_one_home(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    """What loads a process sees may lead it to any replica; here wrong keys do. First together, then while the first
+    turn runs, then to a session that rests."""
+    client = HandleEngineClient(engines, placement_timeout=20.0)
+    await client.sessions("public")  # from now on this process follows the set of replicas
+    names = sorted(known_replicas(APPLICATION, ENGINES).running)
+
+    async def turn(session: str, home: str, tokens: int = 4) -> str:
+        asked = TurnRequest("r", "public", session, (1, 2, 3), SamplingParams(), tokens, ignore_eos=True)
+        accepted, *_ = [delta async for delta in client.stream_turn(asked, routing_key=key_that_leads_to(home))]
+        assert isinstance(accepted, TurnAccepted)
+        return accepted.replica
+
+    for number in range(6):
+        session = f"one-name-{number}"
+        together = await asyncio.gather(*(turn(session, name, tokens=100) for name in names for _ in range(2)))
+        assert len(set(together)) == 1
+        held = asyncio.create_task(turn(session, together[0], tokens=200))
+        assert {await turn(session, name) for name in names} == set(together)
+        assert await held == together[0]
+        assert {await turn(session, name) for name in names} == set(together)
+    listed = [item["id"] for item in (await http.get("/v1/sessions")).json()["data"]]
+    assert len(listed) == len(set(listed))
+    (_, here), (_, there) = await engines.broadcast("remembered").results_async(timeout_s=30)
+    assert not here & there
 
 
 async def test_a_client_that_leaves_in_mid_stream_frees_its_turn(

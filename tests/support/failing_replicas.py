@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine_actor.messages import EndReason, Failure, TurnAccepted, TurnDelta, TurnEnded, TurnRequest, TurnTokens
 from engine_actor.options import SamplingParams
-from serve_app.cluster.channel.call import TurnPlaced
+from serve_app.cluster.channel.call import TurnElsewhere, TurnPlaced
 from serve_app.cluster.client import HandleEngineClient
 from serve_app.cluster.routing.known_replicas import KnownReplicas, known_replicas
 from serve_app.cluster.routing.sticky_router import AVOID, ONLY
@@ -125,6 +125,7 @@ class Replicas:
         self.ticks = 0
         self.requests: list[TurnRequest] = []
         self.avoided: list[tuple[str, ...]] = []
+        self.meant: list[str] = []
         self.calls: list[Call] = []
         self.signs: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
@@ -160,8 +161,9 @@ class Replicas:
         replica = chr(ord("a") + number)
         self.requests.append(args[0])
         self.avoided.append(kwargs[AVOID])
+        self.meant.append(kwargs.get(ONLY, ""))
         items = script.instead if script.instead is not None else items_of(replica, args[0], cached=2 + number)
-        if not isinstance(items[0], TurnPlaced):
+        if not isinstance(items[0], TurnPlaced | TurnElsewhere):
             items = [TurnPlaced(replica, channel=None), *items]
         self.calls.append(Call(items[: script.items], script.then, self.ticks))
         return self.calls[-1]

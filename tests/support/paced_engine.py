@@ -23,6 +23,8 @@ from engine_actor.messages import (
 from serve_app.cluster.channel.leases import Leases
 from serve_app.cluster.channel.outbox import Outboxes
 from serve_app.cluster.deployments import EngineDeployment
+from serve_app.cluster.routing.claims import NameClaims
+from serve_app.cluster.routing.known_replicas import KnownReplicas
 from serve_app.ingress.engine_client import ResidentSessions
 
 STEP_SECONDS = 0.005
@@ -81,6 +83,7 @@ class PacedEngine(EngineDeployment):
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._outboxes = Outboxes()
         self._leases = Leases()
+        self._claims = NameClaims(self._replica, KnownReplicas(), list, self._ask_who_has)
         self._paced = PacedActor(self._replica)
         self._actor = self._paced  # type: ignore[assignment]
 

@@ -29,6 +29,21 @@ class TurnPlaced:
     channel: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class TurnElsewhere:
+    """Alone in the stream of a turn: `here` has not taken it, since its session is at another replica."""
+
+    here: str
+    replica: str
+
+
+class TurnSentOn(Exception):
+    """The call is over; the turn is to be sent to the replica that `elsewhere` says."""
+
+    def __init__(self, elsewhere: TurnElsewhere) -> None:
+        self.elsewhere = elsewhere
+
+
 class ChannelCaller:
     """Sends turns to the replicas of one deployment."""
 
@@ -55,7 +70,8 @@ class ChannelCaller:
 
 
 class ChannelCall:
-    """An async iterator: the id of the replica, then the deltas of the turn. `close` it, wherever it ends."""
+    """An async iterator: the id of the replica, then the deltas of the turn; or TurnSentOn. `close` it, wherever it
+    ends."""
 
     def __init__(self, inboxes: Inboxes, renewals: Renewals, turns: DeploymentHandle, args: Any, kwargs: Any) -> None:
         self._inboxes = inboxes
@@ -71,10 +87,10 @@ class ChannelCall:
 
     async def __anext__(self) -> Any:
         if self._placed is None:
-            placed: TurnPlaced | None = await anext(self._stream, None)
-            if placed is None:
+            placed: TurnPlaced | TurnElsewhere | None = await anext(self._stream, None)
+            if placed is None or isinstance(placed, TurnElsewhere):
                 self._ended = True
-                raise StopAsyncIteration
+                raise StopAsyncIteration if placed is None else TurnSentOn(placed)
             self._placed = placed
             self._renewals.begin(placed.replica)
             if placed.channel is not None:

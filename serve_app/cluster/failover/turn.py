@@ -22,12 +22,12 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from engine_actor.messages import Failure, RefusalCode, TurnDelta, TurnEnded, TurnRefused, TurnRequest
-from serve_app.cluster.channel.call import ChannelCaller
+from serve_app.cluster.channel.call import ChannelCaller, TurnElsewhere, TurnSentOn
 from serve_app.cluster.channel.inbox import ChannelLost
 from serve_app.cluster.failover.counters import FailoverCounters
 from serve_app.cluster.failover.progress import Progress
 from serve_app.cluster.failover.watch import ReplicaSilent, ReplicaWatch
-from serve_app.cluster.routing.sticky_router import AVOID
+from serve_app.cluster.routing.sticky_router import AVOID, ONLY
 
 logger = logging.getLogger("moorage")
 
@@ -92,6 +92,8 @@ class FailoverTurn:
         self._start_clock()
         self._reached_at = 0.0
         self._avoid: list[str] = []
+        self._meant: dict[str, str] = {}  # ONLY, of the next call alone
+        self._sent_on = False
         self._replica: str | None = None  # that has the turn now
         self._refusals: list[TurnRefused] = []
         self._losses = 0
@@ -115,6 +117,9 @@ class FailoverTurn:
                 last = self._after_refusal(refused.refusal)
             except _Lost as lost:
                 last = self._after_loss(lost.why)
+            except TurnSentOn as sent:
+                self._send_on(sent.elsewhere)
+                continue
             except TimeoutError:
                 last = self._give_up(_unavailable(self._why_unplaced()))
             for end in last:
@@ -127,7 +132,8 @@ class FailoverTurn:
     async def _attempt(self) -> AsyncGenerator[TurnDelta, None]:
         """One call. Ends with _Refused, _Lost, or TimeoutError at the deadline for being placed."""
         self._replica = None
-        call = self._caller.call(self._handle, self._progress.next_request(), **{AVOID: tuple(self._avoid)})
+        meant, self._meant = self._meant, {}
+        call = self._caller.call(self._handle, self._progress.next_request(), **{AVOID: tuple(self._avoid)}, **meant)
         try:
             with self._watch.place() as place:
                 self._replica = await place.next(call, self._deadline)
@@ -153,6 +159,13 @@ class FailoverTurn:
     def _passes_on(self, refusal: TurnRefused) -> bool:
         """An accepted turn is no longer its caller's to mend, so nothing of it is refused to him."""
         return self._progress.accepted is not None or refusal.code in _ELSEWHERE
+
+    def _send_on(self, elsewhere: TurnElsewhere) -> None:
+        """Once: it stays where it has come back to, or where it was sent first if the other one has refused or lost it,
+        or is silent. What is meant for a replica is not sent on by that."""
+        lost = self._sent_on or elsewhere.replica in self._avoid or elsewhere.replica in self._watch.silent
+        self._meant = {ONLY: elsewhere.here if lost else elsewhere.replica}
+        self._sent_on = True
 
     # -- setbacks: what the caller is told, if this was the last one --------------------------------------------------
 

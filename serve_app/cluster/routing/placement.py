@@ -19,7 +19,8 @@ The rule:
 6.  The margins are those of what would be lost. A conversation that is resident has a cache to lose. A named
     session that is not resident has its name to lose, for another process sees other loads and may choose
     another home: processes agree as long as no replica is ahead of another by more than these margins, whatever
-    else they see of the loads. A hint that finds nothing has nothing to lose, so its margins are the narrowest.
+    else they see of the loads; beyond that the replicas settle it among themselves (`claims`). A hint that finds
+    nothing has nothing to lose, so its margins are the narrowest.
 7.  A turn that leaves its home goes to the next in order: open ones, holders, the last one, then by rank; with
     SPILL, one that is not overloaded itself.
 8.  A turn without a key goes to the least loaded replica; equal loads are ordered by the rendezvous hash of

@@ -140,7 +140,10 @@ class StickyRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             self._set_gone(replica_id)
             return None
         leaving, _ = self._leaving.get(replica_id, (None, 0.0))
-        return self.curr_replicas.get(replica_id, leaving)
+        meant: RunningReplica | None = self.curr_replicas.get(replica_id, leaving)
+        if meant is not None and (key := call.metadata.session_id) and _names_a_session(call):
+            self._homes.choose(key, call.metadata.internal_request_id, replica_id.unique_id)
+        return meant
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

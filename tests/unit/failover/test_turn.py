@@ -19,6 +19,7 @@ from engine_actor.messages import (
     TurnRefused,
     TurnTokens,
 )
+from serve_app.cluster.channel.call import TurnElsewhere
 from serve_app.cluster.failover import turn as turn_module
 from serve_app.cluster.failover import watch as watch_module
 from serve_app.cluster.failover.turn import LOSSES, REFUSALS
@@ -347,3 +348,26 @@ async def test_resumes_and_retries_are_counted_by_their_reason(monkeypatch: pyte
     refused = TurnRefused(RefusalCode.QUEUE_FULL, "full")
     await told(Replicas(Script(instead=[refused]), Script(1, DIES), Script(3, STOPS), Script(3, DIES)))
     assert counted.seen == [(False, "refused"), (False, "died"), (True, "stopped"), (True, "died")]
+
+
+def tokens_of(deltas: list[Any]) -> tuple[int, ...]:
+    return tuple(token for delta in deltas if isinstance(delta, TurnTokens) for token in delta.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("silent", "meant"), [((), ["", "b"]), (("b",), ["", "a"])], ids=["sent on", "not to one that is silent"]
+)
+async def test_a_turn_whose_session_is_elsewhere_is_sent_there_once(silent: tuple[str, ...], meant: list[str]) -> None:
+    replicas = Replicas(Script(instead=[TurnElsewhere("a", "b")]))
+    for replica in silent:
+        replicas.known.set_silent(replica, True)
+    assert tokens_of(await told(replicas)) == ANSWER
+    assert replicas.meant == meant
+    assert replicas.avoided == [(), ()], "nobody has refused or lost it"
+
+
+async def test_a_turn_is_not_sent_from_one_replica_to_another_for_ever() -> None:
+    sent = [Script(instead=[TurnElsewhere("a", "b")]), Script(instead=[TurnElsewhere("c", "b")])]
+    replicas = Replicas(*sent)
+    assert tokens_of(await told(replicas)) == ANSWER
+    assert replicas.meant == ["", "b", "c"]
