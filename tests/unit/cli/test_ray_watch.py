@@ -77,7 +77,7 @@ def test_a_joined_ray_that_stays_silent_is_lost_and_one_that_comes_back_is_not(
 
 def test_nothing_is_ready_without_the_head_of_the_cluster() -> None:
     async def ready(head: PortWatch) -> bool:
-        return await HandleEngineClient(Replicas(accepting=[True]), placement_timeout=1.0, head=head).ready()
+        return await HandleEngineClient(Replicas(), placement_timeout=1.0, head=head).ready()
 
     with listener() as there:
         head = PortWatch(f"127.0.0.1:{there.getsockname()[1]}", 0.0)
