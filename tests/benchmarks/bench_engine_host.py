@@ -29,7 +29,7 @@ from tests.support.engines import engine_of
 from tests.support.logits_decoder import HostSampled
 
 VOCAB = 64
-PHASES = ("plan", "reserve", "checkpoint", "pack", "sample", "prepare", "commit", "publish", "other")
+PHASES = ("plan", "reserve", "checkpoint", "pack", "sample", "stage", "prepare", "commit", "publish", "other")
 
 
 class InstantDecoder(HostSampled):
@@ -74,26 +74,26 @@ class Stopwatch:
 
 def watch(engine: Engine, stopwatch: Stopwatch) -> Callable[[], None]:
     """Times the engine's phases; returns what undoes it."""
-    wrap = stopwatch.wrap
-    view(engine).scheduler.plan = wrap("plan", view(engine).scheduler.plan)  # type: ignore[method-assign]
-    view(engine).packer.pack = wrap("pack", view(engine).packer.pack)  # type: ignore[method-assign]
-    view(engine).scheduler.note_committed = wrap("publish", view(engine).scheduler.note_committed)  # type: ignore[method-assign]
-    phases = {
-        "reserve": "reserve",
-        "checkpoint": "checkpoint",
-        "sample": "sample",
-        "prepare": "prepare",
-        "commit": "commit",
-        "publish_events": "publish",
-        "share_full_blocks": "publish",
+    wrap, parts = stopwatch.wrap, view(engine)
+    parts.scheduler.plan = wrap("plan", parts.scheduler.plan)  # type: ignore[method-assign]
+    parts.packer.pack = wrap("pack", parts.packer.pack)  # type: ignore[method-assign]
+    parts.scheduler.note_committed = wrap("publish", parts.scheduler.note_committed)  # type: ignore[method-assign]
+    methods: dict[Callable[..., None], str] = {
+        StepTransaction.reserve: "reserve",
+        StepTransaction.checkpoint: "checkpoint",
+        StepTransaction.collect: "sample",
+        StepTransaction.stage: "stage",
+        StepTransaction.prepare: "prepare",
+        StepTransaction.commit: "commit",
+        StepTransaction.publish_events: "publish",
+        StepTransaction.share_full_blocks: "publish",
     }
-    originals = {name: getattr(StepTransaction, name) for name in phases}
-    for name, phase in phases.items():
-        setattr(StepTransaction, name, wrap(phase, originals[name]))
+    for method, phase in methods.items():
+        setattr(StepTransaction, method.__name__, wrap(phase, method))
 
     def restore() -> None:
-        for name, original in originals.items():
-            setattr(StepTransaction, name, original)
+        for method in methods:
+            setattr(StepTransaction, method.__name__, method)
 
     return restore
 
