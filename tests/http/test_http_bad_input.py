@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from serve_app.openai.protocol import ChatRequest, CompletionRequest
 from serve_app.openai.responses.protocol import ResponsesRequest
 from serve_app.text.prompts import PromptBuilder
-from serve_app.text.tokenizer import Tokenizer
 from tests.http.bad_input import HUGE, INFINITY, NAN, assert_refused, dump, label, values
 from tests.http.http_harness import CHAT, COMPLETIONS, MODEL, RESPONSES, Server, StartServer, error_of
+from tests.support.tokenizers import with_template
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -273,9 +273,8 @@ def test_a_body_beyond_the_limit_is_refused_announced_or_not(start_server: Start
 
 
 def test_a_template_that_refuses_is_a_bad_request(start_server: StartServer, server: Server) -> None:
-    plain = server.prompts.tokenizer
     source = "{{ raise_exception('roles must alternate') }}"
-    strict = PromptBuilder(Tokenizer(plain._backend, plain.eos_token_ids, 1, source, {}))
+    strict = PromptBuilder(with_template(server.prompts.tokenizer, source))
     response = start_server(prompts=strict).chat()
     assert response.status_code == 400
     error = error_of(response)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from serve_app.text.prompts import PromptBuilder
-from serve_app.text.tokenizer import Tokenizer
 from tests.http.http_harness import CHAT, MODEL, Server, StartServer, error_of
+from tests.support.tokenizers import with_template
 
 Fields = dict[str, Any]
 HINTS: Fields = {
@@ -74,7 +74,7 @@ def test_thoughts_that_no_request_can_turn_off_are_not_said_to_be_off(
 ) -> None:
     plain = server.prompts.tokenizer
     source = f"{plain.template}{{% if enable_thinking is defined %}}<think></think>{{% endif %}}"
-    thinking = start_server(prompts=PromptBuilder(Tokenizer(plain._backend, plain.eos_token_ids, 1, source, {})))
+    thinking = start_server(prompts=PromptBuilder(with_template(plain, source)))
     assert error_of(thinking.chat(reasoning_effort="none"))["param"] == "reasoning_effort"
     assert error_of(thinking.respond(reasoning={"effort": "none"}))["param"] == "reasoning.effort"
     assert thinking.chat().status_code == thinking.respond(reasoning={"effort": None}).status_code == 200

@@ -8,8 +8,8 @@ import pytest
 
 from engine_actor.options import SamplingParams
 from serve_app.text.prompts import PromptBuilder
-from serve_app.text.tokenizer import Tokenizer
 from tests.http.http_harness import Server, StartServer
+from tests.support.tokenizers import with_template
 
 
 def sampling(server: Server, **fields: Any) -> SamplingParams:
@@ -186,9 +186,7 @@ def test_a_large_prompt_is_served_as_a_small_one(start_server: StartServer) -> N
 
 
 def test_a_base_model_completes_but_does_not_chat(start_server: StartServer, prompts: PromptBuilder) -> None:
-    chatty = prompts.tokenizer
-    base = PromptBuilder(Tokenizer(chatty._backend, chatty.eos_token_ids, chatty.bos_token_id, None, {}))
-    server = start_server(prompts=base)
+    server = start_server(prompts=PromptBuilder(with_template(prompts.tokenizer, None)))
     assert server.complete().status_code == 200
     response = server.chat()
     assert response.status_code == 400

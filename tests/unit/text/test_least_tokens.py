@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from serve_app.text.errors import PromptTooLong
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
+from tests.support.tokenizers import backend_of
 
 # Long runs of one piece are where few tokens stand for many bytes. Some characters have no token, some normalize.
 PIECES = ["a", " ", "the", " the", "\x04", "\n", "e\u0301", "\u1112\u1161\u11ab", "😀", "<|im_end|>", "</s>", "-", "7"]
@@ -22,7 +23,7 @@ TEXTS = st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 200))).map(
 
 
 def copy_of(tokenizer: Tokenizer) -> Backend:
-    backend: Backend = Backend.from_str(tokenizer._backend.to_str())
+    backend: Backend = Backend.from_str(backend_of(tokenizer).to_str())
     return backend
 
 

@@ -9,6 +9,7 @@ from serve_app.text.errors import ChatTemplateError
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.stream import text_digest
 from serve_app.text.tokenizer import Tokenizer
+from tests.support.tokenizers import with_template
 
 # SmolLM2 has no token for some control characters; a prompt that holds one has no spans.
 CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc"], max_codepoint=0x3FFFF), max_size=20)
@@ -17,12 +18,6 @@ CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc"], max_codepoint=0
 def chat(*turns: str) -> list[Message]:
     """user, assistant, user, ..."""
     return [Message(role="assistant" if i % 2 else "user", content=text) for i, text in enumerate(turns)]
-
-
-def with_template(tokenizer: Tokenizer, source: str) -> PromptBuilder:
-    backend = tokenizer._backend
-    special = tokenizer.special_tokens
-    return PromptBuilder(Tokenizer(backend, tokenizer.eos_token_ids, tokenizer.bos_token_id, source, special))
 
 
 def spanned(builder: PromptBuilder, messages: list[Message]) -> list[str]:
@@ -72,30 +67,34 @@ def test_spans_hold_exactly_the_answers(smollm2_prompts: PromptBuilder, turns: l
 
 
 def test_an_answer_that_shares_a_token_with_its_frame_has_no_span(smollm2: Tokenizer) -> None:
-    builder = with_template(smollm2, "{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    builder = PromptBuilder(with_template(smollm2, "{% for m in messages %}[{{ m.content }}]{% endfor %}"))
     messages = [Message(role="assistant", content="]"), Message(role="assistant", content="fine")]
     assert spanned(builder, messages) in ([], ["fine"])
-    glued = with_template(smollm2, "{% for m in messages %}w{{ m.content }}{% endfor %}")
+    glued = PromptBuilder(with_template(smollm2, "{% for m in messages %}w{{ m.content }}{% endfor %}"))
     assert spanned(glued, [Message(role="assistant", content="ord")]) == []
 
 
 def test_a_trimmed_answer_has_no_span_but_the_next_one_has(smollm2: Tokenizer) -> None:
-    builder = with_template(smollm2, "{% for m in messages %}<|im_start|>{{ m.content | trim }}<|im_end|>{% endfor %}")
+    builder = PromptBuilder(
+        with_template(smollm2, "{% for m in messages %}<|im_start|>{{ m.content | trim }}<|im_end|>{% endfor %}")
+    )
     assert spanned(builder, chat("a", " b ", "c", "d", "e")) == ["d"]
 
 
 def test_a_template_that_changes_an_answer_gives_no_wrong_span(smollm2: Tokenizer) -> None:
-    builder = with_template(smollm2, "{% for m in messages %}<|im_start|>{{ m.content | upper }}<|im_end|>{% endfor %}")
+    builder = PromptBuilder(
+        with_template(smollm2, "{% for m in messages %}<|im_start|>{{ m.content | upper }}<|im_end|>{% endfor %}")
+    )
     assert spanned(builder, chat("a", "b", "c")) == []
 
 
 def test_a_template_that_drops_old_answers_gives_no_wrong_span(smollm2: Tokenizer) -> None:
-    builder = with_template(smollm2, "{{ messages[-1].content }}<|im_end|>b")
+    builder = PromptBuilder(with_template(smollm2, "{{ messages[-1].content }}<|im_end|>b"))
     assert spanned(builder, chat("a", "b", "c")) == []
 
 
 def test_a_template_may_refuse(smollm2: Tokenizer) -> None:
-    builder = with_template(smollm2, "{{ raise_exception('only users may speak') }}")
+    builder = PromptBuilder(with_template(smollm2, "{{ raise_exception('only users may speak') }}"))
     with pytest.raises(ChatTemplateError, match="only users may speak"):
         builder.chat(chat("a"))
 
@@ -114,7 +113,7 @@ def test_a_template_may_refuse(smollm2: Tokenizer) -> None:
 )
 def test_whatever_fails_in_a_template_is_one_typed_error(smollm2: Tokenizer, source: str) -> None:
     with pytest.raises(ChatTemplateError):
-        with_template(smollm2, source).chat(chat("a"))
+        PromptBuilder(with_template(smollm2, source)).chat(chat("a"))
 
 
 def test_a_model_without_template_can_complete_but_not_chat(sentencepiece: Tokenizer) -> None:
@@ -138,12 +137,12 @@ def test_what_training_marks_as_generated_stands_in_the_prompt(smollm2: Tokenize
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
         "{% else %}{{ m.content }}?{% endif %}{% endfor %}"
     )
-    prompt = with_template(smollm2, source).chat(chat("a", "b", "c"))
+    prompt = PromptBuilder(with_template(smollm2, source)).chat(chat("a", "b", "c"))
     assert smollm2.decode(prompt.ids) == "a?b!c?"
 
 
 def test_a_template_that_is_none_leaves_completions(smollm2: Tokenizer) -> None:
-    builder = with_template(smollm2, "{% for m in messages %}")
+    builder = PromptBuilder(with_template(smollm2, "{% for m in messages %}"))
     assert builder.text("Once").ids
     with pytest.raises(ChatTemplateError, match=r"can't be compiled.*\. It serves /v1/completions only"):
         builder.chat(chat("Hi"))
@@ -151,9 +150,9 @@ def test_a_template_that_is_none_leaves_completions(smollm2: Tokenizer) -> None:
 
 def test_the_token_by_which_the_template_ends_an_answer_ends_it(smollm2: Tokenizer) -> None:
     """Though the file names another one as the end of a text."""
-    base = Tokenizer(smollm2._backend, frozenset({0}), 1, smollm2.template, smollm2.special_tokens)
+    base = with_template(smollm2, smollm2.template, ends=frozenset({0}))
     assert PromptBuilder(base).chat(chat("Hi")).ends == {2}
     assert PromptBuilder(base).chat(chat("Hi", "Hello", "x")).ends == {2}
     assert PromptBuilder(base).text("Hi").ends == PromptBuilder(smollm2).chat(chat("Hi")).ends == frozenset()
-    plain = with_template(smollm2, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    plain = PromptBuilder(with_template(smollm2, "{% for m in messages %}{{ m.content }}\n{% endfor %}"))
     assert plain.chat(chat("Hi")).ends == frozenset()

@@ -13,6 +13,7 @@ from serve_app.text.errors import ChatTemplateError
 from serve_app.text.prompts import PromptBuilder
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.text.tool_prompts import spelled_out
+from tests.support.tokenizers import with_template
 
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
@@ -114,7 +115,7 @@ def test_answers_are_found_in_a_conversation_with_calls(smollm2: Tokenizer) -> N
 
 
 def test_a_model_without_a_template_says_so(smollm2: Tokenizer) -> None:
-    without = PromptBuilder(Tokenizer(smollm2._backend, frozenset({2}), 1, None, smollm2.special_tokens))
+    without = PromptBuilder(with_template(smollm2, None))
     with pytest.raises(ChatTemplateError, match="no chat template"):
         without.chat([ASKED], TOOLS)
 
@@ -125,12 +126,8 @@ NO_SYSTEM = (
 )
 
 
-def builder_of(tokenizer: Tokenizer, source: str) -> PromptBuilder:
-    return PromptBuilder(Tokenizer(tokenizer._backend, frozenset({2}), 1, source, tokenizer.special_tokens))
-
-
 def test_a_template_without_a_system_role_gets_the_tools_in_the_first_message_of_the_user(smollm2: Tokenizer) -> None:
-    prompts = builder_of(smollm2, NO_SYSTEM)
+    prompts = PromptBuilder(with_template(smollm2, NO_SYSTEM))
     text = smollm2.decode(prompts.chat([ASKED], TOOLS).ids, control_tokens=True)
     assert text.startswith("<start_of_turn>user\nYou can call functions") and "Rain in Paris?<end_of_turn>" in text
     assert "system" not in text
