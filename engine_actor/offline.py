@@ -13,7 +13,7 @@ from typing import Any
 from engine_actor.actor_options import ActorOptions
 from engine_actor.core.engine import Engine
 from engine_actor.core.exactness import settle_numerics
-from engine_actor.decoding.load import Progress, load_decoder
+from engine_actor.decoding.load import load_decoder
 from engine_actor.errors import InvalidOption
 from engine_actor.limits import EngineLimits, Numerics
 from engine_actor.memory.block_pool import Capacity
@@ -25,6 +25,7 @@ from engine_actor.options import TurnOptions as EngineTurnOptions
 from engine_actor.requests.event_buffer import EventBuffer
 from engine_actor.requests.events import EngineEvent, EventFlags
 from engine_actor.requests.request import Request
+from engine_actor.weights.checkpoint import LoadProgress
 
 EngineEventFlags = EventFlags
 _SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -129,7 +130,7 @@ def load_engine(
     device: str = "auto",
     threads: int = 0,
     limits: EngineLimits | None = None,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> OfflineEngine:
     """Loads a Hugging Face folder or a GGUF file. kv_memory: bytes if > 1, else a share of the free memory.
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Progress = Callable[[str, int, int], None]
+FetchProgress = Callable[[str, int, int], None]
 """Called with (step, bytes done, bytes in all) several times a second."""
 
 _CHUNK = 1 << 20
@@ -126,7 +126,7 @@ def home() -> Path:
     return Path(os.environ.get("MOORAGE_HOME") or "~/.cache/moorage").expanduser().absolute()
 
 
-def resolve_model(model: str, *, progress: Progress | None = None) -> Path:
+def resolve_model(model: str, *, progress: FetchProgress | None = None) -> Path:
     """The path of a model given by known name (fetched now if it is not here) or by path.
 
     A known name wins over a file of the same name; "./smollm2" is the file. Raises ModelStoreError; NoSuchModel where
@@ -158,7 +158,7 @@ def cached_path(model: KnownModel) -> Path | None:
     return folder / _FILE if _marker_holds(folder, model) else None
 
 
-def fetch(model: KnownModel, *, progress: Progress | None = None) -> Path:
+def fetch(model: KnownModel, *, progress: FetchProgress | None = None) -> Path:
     """Fetches, verifies and stores a known model, or returns at once when that was done before."""
     progress = progress or (lambda step, done, total: None)
     folder = home() / "models" / model.name
@@ -174,7 +174,7 @@ def fetch(model: KnownModel, *, progress: Progress | None = None) -> Path:
     return folder / _FILE
 
 
-def _download(model: KnownModel, folder: Path, progress: Progress) -> None:
+def _download(model: KnownModel, folder: Path, progress: FetchProgress) -> None:
     for stale in folder.glob("fetch-*"):  # of a process that was killed; the lock says nobody uses it
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as temporary:
@@ -250,7 +250,7 @@ def _bytes_under(folder: Path) -> int:
     return total
 
 
-def _mark_if_right(folder: Path, model: KnownModel, progress: Progress) -> bool:
+def _mark_if_right(folder: Path, model: KnownModel, progress: FetchProgress) -> bool:
     """A file without a valid marker is hashed once: kept if it is the model, else fetched again."""
     path = folder / _FILE
     if not path.is_file() or path.stat().st_size != model.size:

@@ -49,11 +49,11 @@ from engine_actor.stopwatch import Stopwatch
 from engine_actor.turns.hold_times import LEAST_WAIT_SECONDS
 from engine_actor.turns.turn import Delivery, Turn
 from engine_actor.turns.waiting_room import TurnLimits
+from engine_actor.weights.checkpoint import LoadProgress
 
 logger = logging.getLogger("moorage.engine")
 
-Progress = Callable[[int, int], None]
-DecoderFactory = Callable[[ActorOptions, Progress | None], LoadedDecoder]
+DecoderFactory = Callable[[ActorOptions, LoadProgress | None], LoadedDecoder]
 T = TypeVar("T")
 
 
@@ -118,7 +118,7 @@ class EngineActor:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    async def start(self, progress: Progress | None = None) -> StartReport:
+    async def start(self, progress: LoadProgress | None = None) -> StartReport:
         """Loads the model and starts the owner thread. Raises what loading or sizing raised."""
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[StartReport] = self._loop.create_future()
@@ -133,7 +133,7 @@ class EngineActor:
             logger.warning("%s: %s", self.replica, note)
         return report
 
-    def _own(self, started: asyncio.Future[StartReport], progress: Progress | None) -> None:
+    def _own(self, started: asyncio.Future[StartReport], progress: LoadProgress | None) -> None:
         """The owner thread: makes the engine, since an engine belongs to the thread that made it, and drives it."""
         assert self._loop is not None
         try:
@@ -145,7 +145,7 @@ class EngineActor:
         self._loop.call_soon_threadsafe(_set_result, started, report)
         owner.run()
 
-    def _build(self, progress: Progress | None) -> tuple[OwnerLoop, StartReport]:
+    def _build(self, progress: LoadProgress | None) -> tuple[OwnerLoop, StartReport]:
         options = self.options
         loaded = self._decoder_factory(options, progress)
         watch = Stopwatch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +11,8 @@ from engine_actor.decoding.decoder import Decoder
 from engine_actor.decoding.torch_decoder import TorchDecoder
 from engine_actor.memory.free_memory import free_host_bytes
 from engine_actor.stopwatch import Stopwatch
+from engine_actor.weights.checkpoint import LoadProgress
 from kernels import native
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class LoadedDecoder:
     notes: tuple[str, ...] = ()  # what makes it slower than it could be, and what to do
 
 
-def load_decoder(options: ActorOptions, progress: Progress | None = None) -> LoadedDecoder:
+def load_decoder(options: ActorOptions, progress: LoadProgress | None = None) -> LoadedDecoder:
     """Loads weights and sets the thread count of the math library for this process.
 
     progress(done, total) is called as tensors arrive. Raises UnsupportedModel for a checkpoint that cannot be served.

@@ -21,7 +21,7 @@ from engine_actor.models.rotary_table import RotaryTable
 from engine_actor.models.step_tensors import StepTensors
 from engine_actor.models.transformer import Transformer
 from engine_actor.sampling.sample_row import SampleRow
-from engine_actor.weights.checkpoint import Progress
+from engine_actor.weights.checkpoint import LoadProgress
 from engine_actor.weights.header import require_head_size
 from engine_actor.weights.opening import open_checkpoint
 from kernels import native
@@ -61,7 +61,7 @@ class TorchDecoder:
         dtype: str = "bfloat16",
         device: str = "auto",
         weights: str = "auto",
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
     ) -> TorchDecoder:
         """Reads a Hugging Face folder or a GGUF file.
 

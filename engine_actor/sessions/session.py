@@ -15,7 +15,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one turn have diff
 
 
 @dataclass(slots=True)
-class Answer:
+class AnswerSpan:
     """Tokens [start, end) of a session are an answer: the client said so, and what its text's digest is, or they
     were generated here, and the digest is computed when it is needed."""
 
@@ -45,7 +45,7 @@ class Session:
     last_used: float
     request: Request | None = None
     tokens: list[int] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[AnswerSpan] = field(default_factory=list)
     running: bool = False
     moved: bool = False
     waiting: deque[WaitingTurn] = field(default_factory=deque)

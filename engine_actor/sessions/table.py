@@ -37,7 +37,7 @@ from engine_actor.options import RequestOptions, TurnOptions
 from engine_actor.requests.outcomes import Deferral
 from engine_actor.requests.record import RequestStatus
 from engine_actor.requests.request import Request
-from engine_actor.sessions.session import Answer, Session, common_prefix, options_of
+from engine_actor.sessions.session import AnswerSpan, Session, common_prefix, options_of
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -121,8 +121,8 @@ class SessionTable:
             session.request, session.tokens = None, before
             raise
         session.request, session.tokens = resident, []
-        session.answers = [Answer(span.start, span.end, span.digest) for span in turn.spans]
-        session.answers.append(Answer(turn.prompt_tokens, len(prompt)))
+        session.answers = [AnswerSpan(span.start, span.end, span.digest) for span in turn.spans]
+        session.answers.append(AnswerSpan(turn.prompt_tokens, len(prompt)))
         session.running = True
         return replace(begun, own_tokens=own_tokens)
 
@@ -200,7 +200,7 @@ class SessionTable:
                 unused = at + 1
         return tuple(own)
 
-    def _digest(self, answer: Answer, sequence: list[int]) -> bytes:
+    def _digest(self, answer: AnswerSpan, sequence: list[int]) -> bytes:
         if answer.digest is None:
             assert self._detokenize is not None
             text = self._detokenize(sequence[answer.start : answer.end])
@@ -249,7 +249,7 @@ class SessionTable:
         last_used = self._clock() - moved.idle_seconds
         tokens = list(moved.tokens)
         session = Session(key, moved.cache_scope, moved.session_id, last_used, tokens=tokens, moved=True)
-        session.answers = [Answer(span.start, span.end, span.digest) for span in moved.answers]
+        session.answers = [AnswerSpan(span.start, span.end, span.digest) for span in moved.answers]
         self._sessions[key] = session
         for later in [c.key for c in self._sessions.values() if c.last_used > last_used]:
             self._sessions.move_to_end(later)

@@ -20,13 +20,13 @@ from kernels.quantized_linear import QuantizedMatrix
 # Elements of each tensor that the fingerprint looks at, about.
 _SAMPLED = 4096
 # Called with (tensors read so far, tensors in the checkpoint).
-Progress = Callable[[int, int], None]
+LoadProgress = Callable[[int, int], None]
 
 
 class Checkpoint(ABC):
     """One opened model. Tensors are read when asked for, one at a time; nothing is kept."""
 
-    def __init__(self, path: str, config: ModelConfig, progress: Progress | None) -> None:
+    def __init__(self, path: str, config: ModelConfig, progress: LoadProgress | None) -> None:
         self.path = path
         self.config = config
         self._progress = progress

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine_actor.errors import UnsupportedModel
-from engine_actor.weights.checkpoint import Checkpoint, Progress
+from engine_actor.weights.checkpoint import Checkpoint, LoadProgress
 from engine_actor.weights.gguf_blocks import as_stored, expand
 from engine_actor.weights.gguf_config import read_config
 from engine_actor.weights.gguf_file import GgufFile, GgufTensor
@@ -44,7 +44,7 @@ _FEED_FORWARD_NORMS = {
 
 
 class GgufCheckpoint(Checkpoint):
-    def __init__(self, path: Path, progress: Progress | None) -> None:
+    def __init__(self, path: Path, progress: LoadProgress | None) -> None:
         self._file = GgufFile(path)
         divisors: tuple[float, ...] = ()
         if _ROPE_DIVISORS in self._file.tensors:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from engine_actor.weights.checkpoint import Checkpoint, Progress
+from engine_actor.weights.checkpoint import Checkpoint, LoadProgress
 from engine_actor.weights.hugging_face_config import read_config
 from engine_actor.weights.safetensors_files import open_weights, require_floats
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    def __init__(self, folder: Path, progress: Progress | None) -> None:
+    def __init__(self, folder: Path, progress: LoadProgress | None) -> None:
         super().__init__(str(folder), read_config(folder), progress)
         self._where = open_weights(folder, "pt")
 

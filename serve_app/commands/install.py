@@ -40,7 +40,7 @@ class InstallFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TorchSource:
     """`index`: where torch is looked for beside PyPI; None: nowhere else. `replaces`: what is installed has to go."""
 
     words: str
@@ -57,24 +57,26 @@ def choose(
     settings: Sequence[str],
     index: str,
     refused: Callable[[str], str],
-) -> Choice:
+) -> TorchSource:
     """Which torch. `settings`: those of pip that name sources. `refused`: why an index cannot be used; empty if it can.
     It is asked only where the answer counts."""
     if installed is not None and (wanted == "auto" or (wanted == "cpu") == (installed.cuda is None)):
-        return Choice(f"{installed}, is installed")
+        return TorchSource(f"{installed}, is installed")
     replaces = installed is not None
     if settings:
-        return Choice(f"torch: the build that pip's own settings lead to ({', '.join(settings)})", replaces=replaces)
+        return TorchSource(
+            f"torch: the build that pip's own settings lead to ({', '.join(settings)})", replaces=replaces
+        )
     if system != "Linux":
-        return Choice(f"torch: PyPI's build for {system}", replaces=replaces)
+        return TorchSource(f"torch: PyPI's build for {system}", replaces=replaces)
     if wanted == "cuda" or (wanted == "auto" and gpus):
         reason = "asked for" if wanted == "cuda" else f"this machine has {gpus[0].name}"
-        return Choice(f"torch: the build for CUDA ({reason}), several GB", replaces=replaces)
+        return TorchSource(f"torch: the build for CUDA ({reason}), several GB", replaces=replaces)
     reason = "asked for" if wanted == "cpu" else "no NVIDIA GPU is found; TORCH=cuda takes the other one"
     if why := refused(index):
         words = f"torch: PyPI's build, which on Linux is that for CUDA, several GB: {index} cannot be used ({why})"
-        return Choice(words, replaces=replaces)
-    return Choice(f"torch: the CPU build ({reason})", index, replaces)
+        return TorchSource(words, replaces=replaces)
+    return TorchSource(f"torch: the CPU build ({reason})", index, replaces)
 
 
 def source_settings() -> tuple[str, ...]:
@@ -94,7 +96,7 @@ def index_refused(index: str) -> str:
     return (asked.stderr.strip().splitlines() or ["pip does not say why"])[-1]
 
 
-def install(extra: str | None, choice: Choice, progress: PipProgress) -> None:
+def install(extra: str | None, choice: TorchSource, progress: PipProgress) -> None:
     """Raises InstallFailed."""
     with_pins = ["install", "--constraint", str(CONSTRAINTS)]
     if choice.replaces:

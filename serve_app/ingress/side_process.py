@@ -25,7 +25,7 @@ from queue import PriorityQueue
 from typing import Any, TypeVar, cast
 
 from serve_app.ingress.errors import ApiError, retry_later
-from serve_app.ingress.side_worker import Answer, Failed, Overrun
+from serve_app.ingress.side_worker import Failed, JobResult, Overrun
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class SideProcess:
             raise RuntimeError("the process for large requests did not start")
         _result(answer)
 
-    def _exchange(self, content: object, seconds: float) -> Answer | None:
+    def _exchange(self, content: object, seconds: float) -> JobResult | None:
         """None if the process has died, or took longer and was killed."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -138,7 +138,7 @@ class SideProcess:
         try:
             pickle.dump(content, process.stdin, pickle.HIGHEST_PROTOCOL)
             process.stdin.flush()
-            answer: Answer = pickle.load(process.stdout)
+            answer: JobResult = pickle.load(process.stdout)
             return answer
         except (OSError, EOFError, pickle.UnpicklingError):  # half an answer of one that was killed
             killed.set()
@@ -170,7 +170,7 @@ class SideProcess:
         return ApiError(413, message, code="request_too_large")
 
 
-def _result(answer: Answer) -> Any:
+def _result(answer: JobResult) -> Any:
     if isinstance(answer.result, ApiError):
         raise answer.result
     if isinstance(answer.result, Failed):

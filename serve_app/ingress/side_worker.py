@@ -30,7 +30,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JobResult:
     """`is_last`: the job has left much memory behind, which the process gives back by ending."""
 
     result: Any
@@ -42,7 +42,7 @@ def main() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
 
-    def send(answer: Answer) -> None:
+    def send(answer: JobResult) -> None:
         pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
         sink.flush()
 
@@ -50,16 +50,16 @@ def main() -> None:
     try:
         held = make()
     except Exception:
-        send(Answer(Failed(traceback.format_exc())))
+        send(JobResult(Failed(traceback.format_exc())))
         return
     bound_memory(job_bytes)
     tired_at = resident_bytes() + job_bytes // 4
-    send(Answer(None))
+    send(JobResult(None))
     with contextlib.suppress(EOFError, BrokenPipeError):  # the other process has gone, or needs this one no more
         while True:
             job, args = pickle.load(source)
             result = _result_of(job, held, args)
-            answer = Answer(result, is_last=resident_bytes() > tired_at)
+            answer = JobResult(result, is_last=resident_bytes() > tired_at)
             send(answer)
             if answer.is_last:
                 return

@@ -88,7 +88,7 @@ class BatchEngine:
             return [delta async for delta in deltas]
 
 
-class _Lost(Exception):
+class _EngineLost(Exception):
     """The engine that had the turn, and whether its process is there still."""
 
     def __init__(self, why: str, *, process_is_there: bool) -> None:
@@ -127,7 +127,7 @@ class PoolClient:
             life = engine.lives
             try:
                 deltas = await self._run(engine, request)
-            except _Lost as lost:
+            except _EngineLost as lost:
                 if engine.lives == life:  # else another turn has told it already
                     self._note_loss(engine, lost)
                 continue
@@ -149,7 +149,7 @@ class PoolClient:
         return min((engine for engine in self._engines if engine.ready), key=lambda engine: engine.open, default=None)
 
     async def _run(self, engine: _Engine, request: TurnRequest) -> list[TurnDelta]:
-        """Raises _Lost with the reason."""
+        """Raises _EngineLost with the reason."""
         answer = engine.actor.run_turn.remote(request)
         done = False
         engine.open += 1
@@ -158,16 +158,16 @@ class PoolClient:
             done = True
         except RayActorError as error:
             done = True
-            raise _Lost(_first_line(error), process_is_there=False) from None
+            raise _EngineLost(_first_line(error), process_is_there=False) from None
         finally:
             engine.open -= 1
             if not done:
                 ray.cancel(answer)
         if (failure := _failure(deltas[-1])) is not None:
-            raise _Lost(failure, process_is_there=True)
+            raise _EngineLost(failure, process_is_there=True)
         return deltas
 
-    def _note_loss(self, engine: _Engine, lost: _Lost) -> None:
+    def _note_loss(self, engine: _Engine, lost: _EngineLost) -> None:
         self._last_loss = str(lost)
         engine.ready = False
         engine.lives += 1
@@ -176,7 +176,7 @@ class PoolClient:
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, engine: _Engine, lost: _Lost) -> None:
+    async def _replace(self, engine: _Engine, lost: _EngineLost) -> None:
         if engine.losses <= _REPLACEMENTS:
             say(f"engine {engine.number} is lost, and is started again ({engine.losses} of {_REPLACEMENTS}): {lost}")
             if lost.process_is_there:

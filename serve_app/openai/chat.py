@@ -14,7 +14,7 @@ from serve_app.openai.desk import Desk
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import ChatFormat
 from serve_app.openai.limits import check_completing, check_generation, check_lengths
-from serve_app.openai.prepared import Asked, Circumstances, Prepared, identity_of, prepared
+from serve_app.openai.prepared import Circumstances, Prepared, RequestPrompt, identity_of, prepared
 from serve_app.openai.protocol import ChatRequest
 from serve_app.openai.requests import checked_model, respond
 from serve_app.openai.services import Services
@@ -52,7 +52,7 @@ def _prepare(desk: Desk, body: ChatRequest, circumstances: Circumstances) -> Pre
     messages = [message.as_message() for message in body.messages]
     tools = [function.described() for function in body.functions]
     prompt = chat_prompt(desk.prompts, messages, "messages", circumstances.limit, tools)
-    asked = Asked(prompt, "messages", conversation_opening(messages))
+    asked = RequestPrompt(prompt, "messages", conversation_opening(messages))
     identity = identity_of(desk, body, circumstances, [model, *asked.opening])
     writes = partial(_format, model, body.choices, body.include_usage, bool(body.logprobs))
     return prepared(desk, body, circumstances, [(asked, identity)], writes)

@@ -14,7 +14,7 @@ from serve_app.openai.desk import Desk
 from serve_app.openai.document import json_body
 from serve_app.openai.formats import CompletionFormat
 from serve_app.openai.limits import check_completing, check_generation, check_lengths, check_token_ids
-from serve_app.openai.prepared import Asked, Circumstances, Prepared, identity_of, prepared
+from serve_app.openai.prepared import Circumstances, Prepared, RequestPrompt, identity_of, prepared
 from serve_app.openai.protocol import CompletionRequest, PlainPrompt, prompt_param
 from serve_app.openai.requests import checked_model, respond
 from serve_app.openai.services import Services
@@ -56,7 +56,7 @@ def _prepare(desk: Desk, body: CompletionRequest, circumstances: Circumstances) 
     names = [prompt_param(i, len(body.prompt)) for i in range(len(body.prompt))]
     turns = []
     for given, name in zip(body.prompt, names, strict=True):
-        asked = Asked(_prompt(desk, given, name, circumstances.limit), name, _opening(given))
+        asked = RequestPrompt(_prompt(desk, given, name, circumstances.limit), name, _opening(given))
         identity = identity_of(desk, body, circumstances, [model, *asked.opening])
         if len(names) > 1 and identity.session_id is not None:
             raise bad_value("prompt", "only one prompt can go on from a session, so send one, or name no session")

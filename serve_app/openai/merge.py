@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from engine_actor.messages import TurnAccepted
 from serve_app.openai.choices import Piece
-from serve_app.openai.turns import AnswerEvent, ChoiceEnd, Finished, Usage
+from serve_app.openai.turns import AnswerEvent, ChoiceEnd, Finished, TokenUsage
 
 
 async def merged_events(
@@ -74,7 +74,7 @@ def _finished(events: Sequence[Finished]) -> Finished:
     usages = [event.usage for event in events]
     return Finished(
         tuple(reason for event in events for reason in event.reasons),
-        Usage(
+        TokenUsage(
             sum(usage.prompt_tokens for usage in usages),
             sum(usage.cached_tokens for usage in usages),
             sum(usage.completion_tokens for usage in usages),

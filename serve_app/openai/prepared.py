@@ -12,7 +12,7 @@ from serve_app.openai.formats import AnswerFormat
 from serve_app.openai.grammars import answer_grammar
 from serve_app.openai.identity import TurnIdentity, cache_scope_of, identify
 from serve_app.openai.protocol import GenerationRequest
-from serve_app.openai.turn_request import Turn, make_turn, sampling_of
+from serve_app.openai.turn_request import PreparedTurn, make_turn, sampling_of
 from serve_app.text.prompts import Prompt
 from serve_app.text.token_bytes import TokenBytes
 
@@ -28,7 +28,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestPrompt:
     """One prompt of a request. `param` is the field to blame, `opening` what a conversation starts with."""
 
     prompt: Prompt
@@ -45,7 +45,7 @@ class Prepared:
     choices   answers to each prompt
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[PreparedTurn, ...]
     writes: Callable[[TokenBytes], AnswerFormat]
     choices: int
     stream: bool
@@ -57,7 +57,7 @@ def prepared(
     desk: Desk,
     body: GenerationRequest,
     circumstances: Circumstances,
-    turns: Sequence[tuple[Asked, TurnIdentity]],
+    turns: Sequence[tuple[RequestPrompt, TurnIdentity]],
     writes: Callable[[TokenBytes], AnswerFormat],
 ) -> Prepared:
     """Raises ApiError for a grammar or a prompt that can't be served."""

@@ -19,7 +19,7 @@ _COLDEST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PreparedTurn:
     """One turn to run, of one key. `prompt_param` is the field to blame when the prompt is too long. `calls`: where
     in its answer those of tools may be."""
 
@@ -43,7 +43,7 @@ def make_turn(
     settings: IngressSettings,
     grammar: GrammarSpec | None,
     limit: int | None,
-) -> Turn:
+) -> PreparedTurn:
     """`limit`: the longest sequence, where it is known. Raises ApiError where the prompt can't be served: nothing in
     it, or no room for an answer."""
     length = len(prompt.ids)
@@ -73,7 +73,7 @@ def make_turn(
         choices=body.choices,
         grammar=grammar,
     )
-    return Turn(request, tenant, identity.routing_key, body.stop, prompt_param, body.calls)
+    return PreparedTurn(request, tenant, identity.routing_key, body.stop, prompt_param, body.calls)
 
 
 def sampling_of(body: GenerationRequest, settings: IngressSettings) -> SamplingParams:

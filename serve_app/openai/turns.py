@@ -21,11 +21,11 @@ from serve_app.ingress.settings import IngressSettings
 from serve_app.interruption import Cancellation
 from serve_app.openai.choices import ChoiceText, Piece
 from serve_app.openai.services import Services
-from serve_app.openai.turn_request import Turn
+from serve_app.openai.turn_request import PreparedTurn
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -52,7 +52,7 @@ class Finished:
     """The last event of an answer: the reason of each choice, and the usage of all."""
 
     reasons: tuple[str, ...]
-    usage: Usage
+    usage: TokenUsage
 
 
 AnswerEvent = TurnAccepted | Piece | ChoiceEnd | Finished
@@ -60,7 +60,7 @@ CANCELLED = "cancelled"
 
 
 async def answer_events(
-    services: Services, turn: Turn, cancellation: Cancellation | None = None
+    services: Services, turn: PreparedTurn, cancellation: Cancellation | None = None
 ) -> AsyncGenerator[AnswerEvent, None]:
     """TurnAccepted, then pieces and ends of choices, then Finished. The turn is closed before the last choice's end and
     Finished, however it ends. With `cancellation` the text so far is its answer.
@@ -98,7 +98,7 @@ async def answer_events(
 class _Answer:
     """All choices of one turn, from the engine's deltas to what a client is told."""
 
-    def __init__(self, services: Services, turn: Turn) -> None:
+    def __init__(self, services: Services, turn: PreparedTurn) -> None:
         request, tokenizer = turn.request, services.tokenizer
         logprobs = request.logprobs is not None
         self._texts = [
@@ -141,7 +141,7 @@ class _Answer:
 
     def finished(self, accepted: TurnAccepted) -> Finished:
         counts = self._counts or accepted
-        usage = Usage(counts.prompt_tokens, counts.cached_tokens, self._generated)
+        usage = TokenUsage(counts.prompt_tokens, counts.cached_tokens, self._generated)
         return Finished(tuple(self._reasons[choice] for choice in range(len(self._texts))), usage)
 
     def _end(self, choice: int, reason: str, generated: int) -> ChoiceEnd:
@@ -152,7 +152,9 @@ class _Answer:
         return ChoiceEnd(choice, reason)
 
 
-async def _accepted(deltas: AsyncGenerator[TurnDelta, None], turn: Turn, settings: IngressSettings) -> TurnAccepted:
+async def _accepted(
+    deltas: AsyncGenerator[TurnDelta, None], turn: PreparedTurn, settings: IngressSettings
+) -> TurnAccepted:
     first = await anext(deltas, None)
     if isinstance(first, TurnRefused):
         raise refusal(first, turn.prompt_param, settings.retry_after_seconds)

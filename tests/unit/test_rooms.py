@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -135,3 +136,16 @@ def test_only_what_runs_on_the_cluster_imports_ray() -> None:
 def test_scheduling_memory_and_sessions_load_without_torch_and_ray(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'ray'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# The names of the source documents' own loop, for the engine's options and for what is set on the way to them.
+TWICE_ON_PURPOSE = {"RequestOptions", "TurnOptions"}
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(name)
+    assert {name for name, modules in homes.items() if len(modules) > 1} == TWICE_ON_PURPOSE

@@ -51,7 +51,7 @@ class _Refused(Exception):
         self.refusal = refusal
 
 
-class _Lost(Exception):
+class _ReplicaLost(Exception):
     """The replica that had the turn, or was to have it: `why` is "died", "silent" or "stopped"."""
 
     def __init__(self, why: str) -> None:
@@ -115,7 +115,7 @@ class FailoverTurn:
                             self._note_resumption()
             except _Refused as refused:
                 last = self._after_refusal(refused.refusal)
-            except _Lost as lost:
+            except _ReplicaLost as lost:
                 last = self._after_loss(lost.why)
             except TurnSentOn as sent:
                 self._send_on(sent.elsewhere)
@@ -130,7 +130,7 @@ class FailoverTurn:
             await asyncio.sleep(pause)
 
     async def _attempt(self) -> AsyncGenerator[TurnDelta, None]:
-        """One call. Ends with _Refused, _Lost, or TimeoutError at the deadline for being placed."""
+        """One call. Ends with _Refused, _ReplicaLost, or TimeoutError at the deadline for being placed."""
         self._replica = None
         meant, self._meant = self._meant, {}
         call = self._caller.call(self._handle, self._progress.next_request(), **{AVOID: tuple(self._avoid)}, **meant)
@@ -144,15 +144,15 @@ class FailoverTurn:
                     if isinstance(delta, TurnRefused) and self._passes_on(delta):
                         raise _Refused(delta)
                     if isinstance(delta, TurnEnded) and delta.resumable and self._progress.can_resume:
-                        raise _Lost("stopped")
+                        raise _ReplicaLost("stopped")
                     yield delta
         except StopAsyncIteration:
-            raise _Lost("died") from None
+            raise _ReplicaLost("died") from None
         except _DIED as error:
             logger.debug("turn %s: %s", self._id, error)
-            raise _Lost("died") from error
+            raise _ReplicaLost("died") from error
         except ReplicaSilent:
-            raise _Lost("silent") from None
+            raise _ReplicaLost("silent") from None
         finally:
             call.close()
 

@@ -26,7 +26,7 @@ _LONGEST_TIMEOUT = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class IncomingHeaders:
     """`headers`: for Serve and the ingress. `timeout`: seconds from now, or what is wrong with it."""
 
     headers: RawHeaders
@@ -34,7 +34,7 @@ class Asked:
     timeout: float | ApiError | None
 
 
-def read_headers(raw: RawHeaders) -> Asked:
+def read_headers(raw: RawHeaders) -> IncomingHeaders:
     """Names are in lower case, as ASGI has them."""
     headers: RawHeaders = []
     timeout: float | ApiError | None = None
@@ -46,7 +46,7 @@ def read_headers(raw: RawHeaders) -> Asked:
             headers.append((name, value if value.isascii() else header_text(value).encode()))
     identity = request_id(Headers(raw=raw))
     headers.append((_REQUEST_ID_HEADER, identity.encode()))
-    return Asked(headers, identity, timeout)
+    return IncomingHeaders(headers, identity, timeout)
 
 
 def _seconds(text: str) -> float | ApiError:

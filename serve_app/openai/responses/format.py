@@ -17,7 +17,7 @@ from serve_app.openai.responses.store import KeptItem
 from serve_app.openai.sse import event
 from serve_app.openai.structured import WantedText
 from serve_app.openai.tools import shown_choice
-from serve_app.openai.turns import CANCELLED, ChoiceEnd, Finished, Usage
+from serve_app.openai.turns import CANCELLED, ChoiceEnd, Finished, TokenUsage
 
 FAILED = "failed"
 _STATUS = {"stop": COMPLETED, "tool_calls": COMPLETED, "length": INCOMPLETE, CANCELLED: CANCELLED}
@@ -157,7 +157,7 @@ def _item_status(status: str) -> str:
     return COMPLETED if status == COMPLETED else INCOMPLETE
 
 
-def _usage(usage: Usage) -> dict[str, object]:
+def _usage(usage: TokenUsage) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

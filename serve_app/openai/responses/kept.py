@@ -17,7 +17,7 @@ from serve_app.openai.responses.format import ResponseFormat, as_json, kept_item
 from serve_app.openai.responses.output import IN_PROGRESS
 from serve_app.openai.responses.store import KeptMessage, ResponseStore, StoredResponse
 from serve_app.openai.services import Services
-from serve_app.openai.turn_request import Turn
+from serve_app.openai.turn_request import PreparedTurn
 from serve_app.openai.turns import CANCELLED, AnswerEvent, Finished, answer_events
 
 log = logging.getLogger("moorage.http")
@@ -33,7 +33,7 @@ class Keeping:
 
 
 async def kept_events(
-    services: Services, turn: Turn, form: ResponseFormat, keeping: Keeping
+    services: Services, turn: PreparedTurn, form: ResponseFormat, keeping: Keeping
 ) -> AsyncGenerator[AnswerEvent, None]:
     """As `answer_events`; Finished comes only when the store has the response, so it can be gone on from at once."""
     record = StoredResponse(

@@ -12,7 +12,7 @@ from serve_app.ingress.errors import bad_value
 from serve_app.openai.chat import chat_prompt, conversation_opening
 from serve_app.openai.desk import Desk
 from serve_app.openai.limits import check_generation, check_lengths
-from serve_app.openai.prepared import Asked, Circumstances, Prepared, identity_of, prepared
+from serve_app.openai.prepared import Circumstances, Prepared, RequestPrompt, identity_of, prepared
 from serve_app.openai.requests import checked_model
 from serve_app.openai.responses.conversation import as_message, check_calls, messages_of
 from serve_app.openai.responses.format import ResponseFormat
@@ -88,7 +88,7 @@ def prepare_response(
     tools = [function.described() for function in body.functions]
     blamed = body.blamed_for_length
     prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools, length_param=blamed)
-    asked = Asked(prompt, blamed, conversation_opening(messages))
+    asked = RequestPrompt(prompt, blamed, conversation_opening(messages))
     response_id = new_id("resp")
     # The first of a chain names the session of all. Items that are referred to are of the chain, too.
     session = history.session_id if history is not None else items.session_id

@@ -183,7 +183,7 @@ def test_torch_alone_comes_from_its_index_and_everything_is_pinned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls = fake_pip(monkeypatch, tmp_path, "")
-    install.install("test", install.Choice("", CPU_INDEX, replaces=True), progress()[0])
+    install.install("test", install.TorchSource("", CPU_INDEX, replaces=True), progress()[0])
     pinned = "install --constraint cluster_configs/constraints.txt"
     assert calls.read_text().splitlines() == [
         "uninstall --yes torch",
@@ -206,7 +206,7 @@ echo 'WARNING: Retrying (Retry(total=4)) after connection broken' >&2
 """
     fake_pip(monkeypatch, tmp_path, said)
     told, stream = progress()
-    install.install(None, install.Choice(""), told)
+    install.install(None, install.TorchSource(""), told)
     lines = [line.partition("] ")[2] or line for line in stream.getvalue().splitlines()]
     assert lines == [
         "downloading torch-2.13.0-cp311-linux.whl (196.1 MB)",
@@ -216,7 +216,7 @@ echo 'WARNING: Retrying (Retry(total=4)) after connection broken' >&2
     fake_pip(monkeypatch, tmp_path, f"{said}\necho 'no space left'; exit 3")
     told, stream = progress()
     with pytest.raises(InstallFailed, match=r"failed with exit code 3"):
-        install.install(None, install.Choice(""), told)
+        install.install(None, install.TorchSource(""), told)
     for line in ("Downloading six-1.16.whl", "WARNING: Location is ignored", "no space left"):
         assert line in stream.getvalue()
 
