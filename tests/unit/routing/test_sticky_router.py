@@ -13,6 +13,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.request_router.common import PendingRequest
 
 from serve_app.cluster import app
+from serve_app.cluster.routing import sticky_router
 from serve_app.cluster.routing.homes import Homes
 from serve_app.cluster.routing.known_replicas import known_replicas
 from serve_app.cluster.routing.placement import by_rank
@@ -36,25 +37,41 @@ class FakeReplica:
         return 0
 
 
-class CountingCounter:
+class Decisions:
+    """In place of the counter that Ray exports: the reasons of placements, counted."""
+
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
+
+    def set_default_tags(self, tags: dict[str, str]) -> None:
+        assert tags == {"deployment": DEPLOYMENT.name, "application": DEPLOYMENT.app_name}
 
     def inc(self, *, tags: dict[str, str]) -> None:
         self.seen[tags["reason"]] += 1
 
 
 @pytest.fixture
-async def router() -> StickyRouter:
-    known_replicas(DEPLOYMENT.app_name, DEPLOYMENT.name).homes = Homes()
-    made = StickyRouter(
+def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
+    made = Decisions()
+    monkeypatch.setattr(sticky_router, "Counter", lambda *_, **__: made)
+    return made
+
+
+@pytest.fixture
+def homes() -> Homes:
+    """Those of the process, as new."""
+    made = known_replicas(DEPLOYMENT.app_name, DEPLOYMENT.name).homes = Homes()
+    return made
+
+
+@pytest.fixture
+async def router(decisions: Decisions, homes: Homes) -> StickyRouter:
+    return StickyRouter(
         deployment_id=DEPLOYMENT,
         handle_source=DeploymentHandleSource.REPLICA,
         use_replica_queue_len_cache=True,
         create_replica_wrapper_func=lambda info: info,
     )
-    made._decisions = CountingCounter()
-    return made
 
 
 @dataclass
@@ -89,11 +106,11 @@ async def test_each_rank_holds_one_replica_in_rendezvous_order(
     assert pending.routing_context.should_backoff
 
 
-async def test_a_reported_session_draws_its_turns(router: StickyRouter) -> None:
+async def test_a_reported_session_draws_its_turns(router: StickyRouter, decisions: Decisions) -> None:
     *_, last = by_rank("k", "abc")
     router.update_replicas([FakeReplica(n, {"sessions": {"k": 9} if n == last else {}}) for n in "abc"])
     assert (await ranks(router, turn("k")))[0] == [last]
-    assert router._decisions.seen == {"resident": 1}
+    assert decisions.seen == {"resident": 1}
 
 
 async def test_of_two_that_report_a_session_the_one_with_more_of_it_draws_its_turns(router: StickyRouter) -> None:
@@ -105,7 +122,7 @@ async def test_of_two_that_report_a_session_the_one_with_more_of_it_draws_its_tu
     assert (await ranks(router, turn("k")))[:2] == [[second], [first]]
 
 
-async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(router: StickyRouter) -> None:
+async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(router: StickyRouter, homes: Homes) -> None:
     replicas = [FakeReplica(name) for name in "abc"]
     router.update_replicas(replicas)
     *_, last = by_rank("k", "abc")
@@ -114,34 +131,36 @@ async def test_the_replica_that_took_a_turn_is_remembered_until_it_is_gone(route
     assert (await ranks(router, turn("k")))[0] == [last]
 
     router.update_replicas([replica for replica in replicas if replica is not taker])
-    assert len(router._homes) == 0
+    assert len(homes) == 0
     assert len(await ranks(router, turn("k"))) == 2
 
 
-async def test_a_dead_replica_loses_its_sessions_at_once(router: StickyRouter) -> None:
+async def test_a_dead_replica_loses_its_sessions_at_once(router: StickyRouter, homes: Homes) -> None:
     replicas = [FakeReplica(name, {"sessions": {"k": 9}} if name == "a" else {}) for name in "abc"]
     router.update_replicas(replicas)
     router.on_request_routed(turn("k"), replicas[0].replica_id, None)
     router.on_replica_actor_died(replicas[0].replica_id)
     assert ["a"] not in await ranks(router, turn("k"))
-    assert len(router._homes) == 0
+    assert len(homes) == 0
 
 
-async def test_the_table_is_bounded_and_drops_the_key_used_longest_ago(router: StickyRouter) -> None:
+async def test_the_table_is_bounded_and_drops_the_key_used_longest_ago(router: StickyRouter, homes: Homes) -> None:
     router.initialize_state(table_size=2)
     replicas = [FakeReplica("a")]
     router.update_replicas(replicas)
     for key in ("one", "two", "one", "three"):
         router.on_request_routed(turn(key), replicas[0].replica_id, None)
-    assert [router._homes.last(key) for key in ("one", "two", "three")] == ["a", None, "a"]
+    assert [homes.last(key) for key in ("one", "two", "three")] == ["a", None, "a"]
 
 
-async def test_a_replica_that_refused_this_turn_or_accepts_none_comes_last(router: StickyRouter) -> None:
+async def test_a_replica_that_refused_this_turn_or_accepts_none_comes_last(
+    router: StickyRouter, decisions: Decisions
+) -> None:
     home, other, _ = by_rank("k", "abc")
     router.update_replicas([FakeReplica(n, {"accepting": n != other}) for n in "abc"])
     order = await ranks(router, turn("k", avoid=(home,)))
     assert {name for [name] in order[1:]} == {home, other}
-    assert router._decisions.seen == {"detour": 1}
+    assert decisions.seen == {"detour": 1}
 
 
 async def test_a_question_for_one_replica_goes_there_and_elsewhere_only_if_it_is_gone(router: StickyRouter) -> None:
@@ -195,14 +214,16 @@ async def test_one_that_was_stopped_is_gone_in_the_end(router: StickyRouter, how
     assert await router._choose_replica_for_request(question_for("b")) is staying
 
 
-async def test_a_silent_replica_comes_last_until_it_answers_or_is_gone(router: StickyRouter) -> None:
+async def test_a_silent_replica_comes_last_until_it_answers_or_is_gone(
+    router: StickyRouter, decisions: Decisions
+) -> None:
     router.update_replicas([FakeReplica(name) for name in "abc"])
     known = known_replicas(DEPLOYMENT.app_name, DEPLOYMENT.name)
     assert known.running == {"a", "b", "c"}
     home, *others = by_rank("k", "abc")
     known.set_silent(home, True)
     assert await ranks(router, turn("k")) == [[name] for name in (*others, home)]
-    assert router._decisions.seen == {"detour": 1}
+    assert decisions.seen == {"detour": 1}
     known.set_silent(home, False)
     assert (await ranks(router, turn("k")))[0] == [home]
     known.set_silent(home, True)
@@ -219,12 +240,12 @@ async def test_load_comes_from_turns_in_flight_before_the_older_report(router: S
     assert (await ranks(router, turn("k")))[0] == [home]
 
 
-async def test_a_turn_that_is_tried_again_is_counted_once(router: StickyRouter) -> None:
+async def test_a_turn_that_is_tried_again_is_counted_once(router: StickyRouter, decisions: Decisions) -> None:
     router.update_replicas([FakeReplica("a")])
     pending = turn("k")
     await ranks(router, pending)
     await ranks(router, pending)
-    assert router._decisions.seen == {"rendezvous": 1}
+    assert decisions.seen == {"rendezvous": 1}
 
 
 async def test_calls_of_one_http_request_are_placed_each_by_itself(router: StickyRouter) -> None:
@@ -246,7 +267,9 @@ async def test_calls_of_one_http_request_are_placed_each_by_itself(router: Stick
     assert router._pending_requests_by_id == {}
 
 
-async def test_turns_of_a_new_name_that_come_together_stay_together(router: StickyRouter) -> None:
+async def test_turns_of_a_new_name_that_come_together_stay_together(
+    router: StickyRouter, decisions: Decisions, homes: Homes
+) -> None:
     """Before any report, while other loads come and go, and though its first turn had to leave the first by rank."""
     router.update_replicas([FakeReplica(name) for name in "abc"])
     home, detour, _ = by_rank("k", "abc")
@@ -255,12 +278,12 @@ async def test_turns_of_a_new_name_that_come_together_stay_together(router: Stic
         for replica in router.curr_replicas:
             router.on_new_queue_len_info(replica, 90 if replica.unique_id == detour else number % 3)
         assert await ranks(router, named_turn("k", number)) == [[detour]]
-    assert router._decisions.seen == {"detour": 1, "open": 19}
+    assert decisions.seen == {"detour": 1, "open": 19}
     for replica in router.curr_replicas:
         router.on_new_queue_len_info(replica, 0)
     for number in range(20):
         router.on_request_completed(next(iter(router.curr_replicas)), f"internal-{number}")
-    assert router._homes.open_calls == 0
+    assert homes.open_calls == 0
     assert await ranks(router, named_turn("k", 20)) == [[home]]
 
 
@@ -278,15 +301,17 @@ async def test_a_report_of_open_turns_draws_the_turns_of_their_session(router: S
     assert await ranks(router, named_turn("k")) == [[last]]
 
 
-async def test_a_call_that_is_cancelled_before_it_is_placed_leaves_no_open_turn(router: StickyRouter) -> None:
+async def test_a_call_that_is_cancelled_before_it_is_placed_leaves_no_open_turn(
+    router: StickyRouter, homes: Homes
+) -> None:
     router.update_replicas([FakeReplica("a", max_ongoing_requests=0)])
     placing = asyncio.create_task(router._choose_replica_for_request(named_turn("k")))
     async with asyncio.timeout(10):
-        while not router._homes.open_calls:
+        while not homes.open_calls:
             await asyncio.sleep(0)
     placing.cancel()
     await asyncio.gather(placing, return_exceptions=True)
-    assert router._homes.open_calls == 0 and not router._homes.open("k")
+    assert homes.open_calls == 0 and not homes.open("k")
 
 
 @pytest.mark.parametrize("arguments", [{"table_size": 0}, {"spill_relative": 0.5}, {"spill_absolute": -1}])
