@@ -8,6 +8,7 @@ own properties, events. What is given here is the engine's own, not a copy, unle
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,38 @@ def owners_of(pool: BlockPool) -> list[int]:
 
 def free_list(pool: BlockPool) -> deque[int] | list[int]:
     return pool._heap if pool.order == "lowest" else pool._free
+
+
+class WatchedList(list[int]):
+    """Notes which places are looked at; whoever goes through all of them fails."""
+
+    def __init__(self, values: Iterable[int]) -> None:
+        super().__init__(values)
+        self.places: list[Any] = []
+
+    def __getitem__(self, place: Any) -> Any:
+        self.places.append(place)
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("went through all ids of the pool")
+
+
+class WatchedDeque(deque[int]):
+    """Ends only: whoever goes through it, or looks into its middle, fails."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("went through all free ids of the pool")
+
+    def __getitem__(self, place: Any) -> Any:
+        raise AssertionError("looked into the middle of the free ids")
+
+
+def watch_owners(pool: BlockPool) -> WatchedList:
+    """Of a pool that issues the id that has been free for longest."""
+    pool._owners = watched = WatchedList(pool._owners)
+    pool._free = WatchedDeque(pool._free)
+    return watched
 
 
 def idle_blocks(pool: BlockPool) -> list[int]:
