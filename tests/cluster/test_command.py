@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import psutil
@@ -179,7 +180,14 @@ def test_an_answer_waits_for_another_engine_and_a_head_that_dies_is_noticed_and_
         assert disturbed.text == undisturbed.text
 
         head, node = node_process(process, "gcs_server"), node_process(process)
+        assert httpx.get(f"{url}/ready").status_code == 200
+        process.send_signal(signal.SIGSTOP)  # it would end all of this too soon to be asked
         head.kill()
+        while (answer := httpx.get(f"{url}/ready")).status_code != 503:
+            assert answer.status_code == 200
+        assert answer.json()["error"]["code"] == "unavailable" and "retry-after" in answer.headers
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(signal.SIGCONT)
         node.kill()  # as it ends by itself where it notices first; its workers are nobody's descendants then
         begun = time.monotonic()
         said, _ = process.communicate(timeout=60)
@@ -245,6 +253,54 @@ def test_an_answer_whose_prompt_is_being_computed_when_the_server_is_stopped_end
         assert process.returncode == 0, said
         assert said.rstrip().endswith("stopped")
     assert nothing_is_left(token), carriers(token)
+
+
+@contextmanager
+def cluster(token: str, folder: Path) -> Iterator[str]:
+    """A Ray that somebody else started on this machine; gives its address."""
+    port = free_port()
+    command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=false"]
+    where = ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--disable-usage-stats"]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    started = subprocess.Popen([sys.executable, *command, *where], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        started.kill()
+        started.wait()
+        for pid in carriers(token):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_cluster_that_others_run_is_joined_and_the_end_of_its_node_process_here_is_noticed_and_named(
+    smollm2_path: Path,
+) -> None:
+    token = secrets.token_hex(32)
+    with TemporaryDirectory(prefix="ray-") as folder, cluster(token, Path(folder)) as address:
+        wait_until_listening(address)
+        flags = ("--address", address, "--model", "smollm2", "--kv-memory", "64MiB")
+        with serving(token, *flags, RAY_AUTH_MODE="token") as process:
+            assert process.stdout is not None
+            lines = []
+            while "ready after" not in (line := process.stdout.readline()):
+                lines.append(line)
+                assert line, lines
+            [node] = [p for p in map(psutil.Process, carriers(token)) if p.name() == "raylet"]
+            at_work = process.poll() is None
+            node.kill()
+            said, _ = process.communicate(timeout=120)
+    assert at_work and process.returncode == 1, said
+    assert re.search(r"^error: this machine's node process \(raylet\) at [\d.:]+ has not answered for 2 s", said, re.M)
+
+
+def wait_until_listening(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    for _ in range(600):
+        with suppress(OSError), socket.create_connection((host, int(port)), 1.0):
+            return
+        time.sleep(0.1)
+    pytest.fail("the cluster did not start")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -30,6 +30,7 @@ from tests.cluster.scripted import Deploy, MortalEngine
 
 STREAMS = 8
 TOKENS = 48
+LONG = 300
 GUIDED = (2, 3, 6)
 SUBJECTS = ("a cat", "the sea", "bread", "rain", "a train", "winter", "tea", "a tree")
 
@@ -126,9 +127,13 @@ async def disturb(
     return victim
 
 
+async def all_processes(engines: DeploymentHandle) -> dict[str, int]:
+    """By replica."""
+    return dict(await engines.broadcast("process").results_async(timeout_s=30))
+
+
 async def process_of(engines: DeploymentHandle, replica: str) -> int:
-    processes: dict[str, int] = dict(await engines.broadcast("process").results_async(timeout_s=30))
-    return processes[replica]
+    return (await all_processes(engines))[replica]
 
 
 async def test_the_process_of_an_engine_has_the_environment_of_its_math_libraries(engines: DeploymentHandle) -> None:
@@ -230,3 +235,35 @@ async def test_streams_leave_a_replica_that_is_killed(
         os.kill(await process_of(engines, replica), signal.SIGKILL)
 
     await disturb(http, expected, kill)
+
+
+async def test_streams_wait_for_others_when_every_replica_is_killed_one_after_the_other(
+    http: httpx.AsyncClient, engines: DeploymentHandle
+) -> None:
+    """The last ones when the streams go on after the first loss: then there is none, and another is only starting."""
+
+    def some() -> list[Stream]:
+        streams = [Stream(i, f"{time.monotonic()}-{i}") for i in (0, 1)]
+        for stream in streams:
+            stream.body["max_tokens"] = LONG
+        return streams
+
+    undisturbed, streams = some(), some()
+    await asyncio.gather(*(stream.read(http) for stream in undisturbed))
+    reading = asyncio.gather(*(stream.read(http) for stream in streams))
+    while not all(stream.chunks > 2 for stream in streams):
+        assert not reading.done()
+        await asyncio.sleep(0.01)
+    first = await process_of(engines, streams[0].replica)
+    others = set((await all_processes(engines)).values()) - {first}
+    os.kill(first, signal.SIGKILL)
+    before = [stream.chunks for stream in streams]
+    while not all(stream.chunks > chunks + 8 for stream, chunks in zip(streams, before, strict=True)):
+        assert not reading.done()
+        await asyncio.sleep(0.01)
+    assert not any(stream.done for stream in streams), "too late to matter"
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    await reading
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert all(stream.done and stream.usage["completion_tokens"] == LONG for stream in streams)
