@@ -25,11 +25,14 @@ import pytest
 
 from serve_app.cluster.app import ENGINES
 from serve_app.cluster.failover.watch import ANSWER_SECONDS, SILENCE_SECONDS
+from serve_app.cluster.port_watch import OWN_RAY_VARIABLE
 from serve_app.commands.local_ray import APPLICATION
 
 pytestmark = pytest.mark.timeout(400)
 
 PREFILL_SECONDS = 12.0
+NOT_OUR_OWN = {"RAY_AUTH_MODE": "token", OWN_RAY_VARIABLE: ""}
+"""In place of what `moorage serve` sets for its own Ray, and these tests for theirs."""
 
 
 def free_port() -> int:
@@ -261,7 +264,7 @@ def cluster(token: str, folder: Path) -> Iterator[str]:
     port = free_port()
     command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=false"]
     where = ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--disable-usage-stats"]
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token, **NOT_OUR_OWN}
     started = subprocess.Popen([sys.executable, *command, *where], env=environment, stdout=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}"
@@ -280,7 +283,7 @@ def test_a_cluster_that_others_run_is_joined_and_the_end_of_its_node_process_her
     with TemporaryDirectory(prefix="ray-") as folder, cluster(token, Path(folder)) as address:
         wait_until_listening(address)
         flags = ("--address", address, "--model", "smollm2", "--kv-memory", "64MiB")
-        with serving(token, *flags, RAY_AUTH_MODE="token") as process:
+        with serving(token, *flags, port=free_port(), **NOT_OUR_OWN) as process:
             assert process.stdout is not None
             lines = []
             while "ready after" not in (line := process.stdout.readline()):
