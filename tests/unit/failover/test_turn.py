@@ -317,7 +317,7 @@ async def test_a_turn_that_nobody_takes_in_time_says_what_the_router_knew(
 
 @pytest.mark.parametrize("asked_before", [True, False])
 async def test_a_replica_that_is_being_stopped_is_not_taken_for_a_silent_one(asked_before: bool) -> None:
-    """It is in no set any more, so nobody can ask it; its turns end when they have ended, or with its process."""
+    """It is in no set any more, and is not asked; its turns end when they have ended, or with its process."""
     replicas = Replicas(Script(1, SILENT), works={"a": None})
     client = client_of(replicas)
     if not asked_before:
