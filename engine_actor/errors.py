@@ -14,12 +14,12 @@ class EngineError(Exception):
 class InvalidOption(EngineError, ValueError):
     """A value that the caller chose cannot be used. Nothing was changed."""
 
-    def __init__(self, field: str, value: object, wanted: str) -> None:
-        super().__init__(field, value, wanted)
-        self.field, self.value, self.wanted = field, value, wanted
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        super().__init__(field, value, expected)
+        self.field, self.value, self.expected = field, value, expected
 
     def __str__(self) -> str:
-        return f"{self.field} must be {self.wanted}, not {self.value!r}"
+        return f"{self.field} must be {self.expected}, not {self.value!r}"
 
 
 class UnusableGrammar(InvalidOption):

@@ -67,6 +67,6 @@ class DecoderManifest:
             raise InvalidOption("windowed.window", windowed.window, "at least 1")
         if not self.paged.layers:
             raise InvalidOption("paged.layers", (), "at least one layer that keeps the whole sequence")
-        known = [*self.paged.layers, *windowed.layers]
-        if not windowed.layers or min(known) < 0 or len(set(known)) != len(known):
+        layers = [*self.paged.layers, *windowed.layers]
+        if not windowed.layers or min(layers) < 0 or len(set(layers)) != len(layers):
             raise InvalidOption("windowed.layers", windowed.layers, "layers of the model that no other group has")

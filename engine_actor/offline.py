@@ -96,11 +96,11 @@ class OfflineEngine:
     ) -> OfflineRequest:
         """`generation_params`: defaults of the request's turns, as `TurnOptions.set` takes them, and `num_beams`.
         Raises InvalidOption for a bad value or an unknown name; nothing is created then."""
-        given = dict(generation_params or {})
+        params = dict(generation_params or {})
         chosen = EngineRequestOptions() if options is None else options.snapshot()
-        if "num_beams" in given:
-            chosen = replace(chosen, num_beams=given.pop("num_beams"))
-        defaults = _changed(EngineTurnOptions(), given)
+        if "num_beams" in params:
+            chosen = replace(chosen, num_beams=params.pop("num_beams"))
+        defaults = _changed(EngineTurnOptions(), params)
         return OfflineRequest(self.engine.create_request(chosen), defaults)
 
     def can_serve(self, length: int) -> Capacity:
@@ -152,9 +152,9 @@ def load_engine(
     return OfflineEngine(engine, numerics)
 
 
-def _changed(options: EngineTurnOptions, given: Mapping[str, Any]) -> EngineTurnOptions:
-    for name in given:
+def _changed(options: EngineTurnOptions, changes: Mapping[str, Any]) -> EngineTurnOptions:
+    for name in changes:
         if name not in _SAMPLING | _TURN:
             raise InvalidOption("option", name, f"one of {', '.join(sorted(_SAMPLING | _TURN))}")
-    sampling = replace(options.sampling, **{name: value for name, value in given.items() if name in _SAMPLING})
-    return replace(options, sampling=sampling, **{name: value for name, value in given.items() if name in _TURN})
+    sampling = replace(options.sampling, **{name: value for name, value in changes.items() if name in _SAMPLING})
+    return replace(options, sampling=sampling, **{name: value for name, value in changes.items() if name in _TURN})

@@ -120,8 +120,8 @@ class GrammarSpec:
 
     def __post_init__(self) -> None:
         if not self.kind or not self.data:
-            wanted = "both: guidance type and data must be provided together"  # F287
-            raise InvalidOption("grammar", self.kind or self.data, wanted)
+            rule = "both: guidance type and data must be provided together"  # F287
+            raise InvalidOption("grammar", self.kind or self.data, rule)
 
 
 @dataclass(frozen=True, slots=True)

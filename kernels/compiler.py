@@ -12,11 +12,11 @@ class BuildError(Exception):
 
 def find_compiler() -> str:
     """The path of $CXX, else of the first of g++, c++ and clang++. Raises BuildError."""
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
+    chosen = os.environ.get("CXX")
+    for name in [chosen] if chosen else ["g++", "c++", "clang++"]:
         path = shutil.which(name)
         if path:
             return path
     raise BuildError(
-        f"CXX={wanted!r} is no program" if wanted else "no C++ compiler (g++, c++ or clang++) found; install one"
+        f"CXX={chosen!r} is no program" if chosen else "no C++ compiler (g++, c++ or clang++) found; install one"
     )

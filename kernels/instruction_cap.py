@@ -47,8 +47,8 @@ def requested_cap() -> str | None:
     if not value:
         return None
     if value not in LEVELS:
-        wanted = "none, avx2 or avx512"
-        raise InvalidCap(f"{VARIABLE} must be {wanted}, or unset for all that the processor has; not {value!r}")
+        caps = "none, avx2 or avx512"
+        raise InvalidCap(f"{VARIABLE} must be {caps}, or unset for all that the processor has; not {value!r}")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise InvalidCap(f"{VARIABLE}={value} is for x86-64; this machine is {platform.machine()}: unset it")
     return value

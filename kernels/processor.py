@@ -23,8 +23,8 @@ def _apply_cap() -> Level | None:
         return None
     level = LEVELS[name]
     os.environ.update(level.settings)
-    found = torch.cpu.get_capabilities()
-    if not all(found.get(capability) for capability in level.needed):
+    capabilities = torch.cpu.get_capabilities()
+    if not all(capabilities.get(capability) for capability in level.needed):
         return None
     obeyed = torch.backends.cpu.get_cpu_capability().lower() == level.settings["ATEN_CPU_CAPABILITY"]
     if not obeyed or (name != "avx512" and onednn.takes_bfloat16()):
@@ -37,10 +37,10 @@ _cap = _apply_cap()
 
 def instructions() -> tuple[str, ...]:
     """Those that make products faster, as far as this process may use them, in the order of their age."""
-    found = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     if _cap is not None:
-        found = dict.fromkeys(_cap.needed, True)
-    return tuple(name for name in ("avx2", "avx512_f", *_BF16_ARITHMETIC) if found.get(name))
+        capabilities = dict.fromkeys(_cap.needed, True)
+    return tuple(name for name in ("avx2", "avx512_f", *_BF16_ARITHMETIC) if capabilities.get(name))
 
 
 def has_bf16_arithmetic() -> bool:

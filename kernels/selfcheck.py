@@ -42,10 +42,10 @@ def check_products(device: torch.device) -> Iterator[Outcome]:
 
 def _outcome(product: str, run: Callable[[], tuple[str, Tensor, Tensor]]) -> Outcome:
     try:
-        path, found, expected = run()
+        path, result, expected = run()
     except Exception as error:  # whatever a library raises: to find it out is what this is for
         return Outcome(product, "", f"{type(error).__name__}: {error}")
-    distance = (found.cpu() - expected).abs().max().item()
+    distance = (result.cpu() - expected).abs().max().item()
     right = distance <= _TOLERANCE  # not so for NaN
     return Outcome(product, path, "" if right else f"{path} is off by {distance:.2g}")
 
@@ -64,8 +64,8 @@ def _in_bits(weight: Tensor, bits: int) -> QuantizedMatrix:
 
 def _quantized(x: Tensor, matrix: QuantizedMatrix, device: torch.device) -> tuple[str, Tensor, Tensor]:
     if device.type != "cpu" or native.shared_object() is None:
-        path, found, _ = _linear(x, matrix.expanded().bfloat16(), device)
-        return f"expanded, {path}", found, linear_reference(x, matrix.expanded())
+        path, result, _ = _linear(x, matrix.expanded().bfloat16(), device)
+        return f"expanded, {path}", result, linear_reference(x, matrix.expanded())
     layer = QuantizedLinear(matrix, activations=torch.bfloat16)
     return layer.kind, layer(x), linear_reference(x, matrix.expanded())
 

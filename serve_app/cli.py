@@ -47,8 +47,8 @@ Config = Annotated[Path | None, typer.Option(help="YAML file with fields of AppA
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(shown: bool) -> None:
+    if shown:
         typer.echo(f"moorage {__version__}")
         raise typer.Exit
 
@@ -135,8 +135,8 @@ def serve(
         "allowed_origins": tuple(allowed_origin) if allowed_origin else None,
         "log_format": log_format,
     }
-    given = {name: value for name, value in flags.items() if value is not None}
-    raise typer.Exit(run(ServeOptions(host, port, address, config, verbose, ssl_certfile, ssl_keyfile), given))
+    chosen = {name: value for name, value in flags.items() if value is not None}
+    raise typer.Exit(run(ServeOptions(host, port, address, config, verbose, ssl_certfile, ssl_keyfile), chosen))
 
 
 @app.command()
@@ -210,8 +210,8 @@ def doctor(
         "max_model_len": max_model_len,
         "api_key_file": api_key_file,
     }
-    given = {name: value for name, value in flags.items() if value is not None}
-    raise typer.Exit(run(Options(host, port, config, given)))
+    chosen = {name: value for name, value in flags.items() if value is not None}
+    raise typer.Exit(run(Options(host, port, config, chosen)))
 
 
 @app.command("config")

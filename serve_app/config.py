@@ -291,8 +291,8 @@ class AppArgs(RequestLimits):
         controller and proxies ask for none. Never more than the threads it runs."""
         if self.cpus_per_replica is not None:
             return self.cpus_per_replica
-        left = max(cores - self.ingress_replicas * self.cpus_per_ingress, 0.0)
-        fitting = math.floor(left / self.replica_bounds()[1] * 100) / 100
+        rest = max(cores - self.ingress_replicas * self.cpus_per_ingress, 0.0)
+        fitting = math.floor(rest / self.replica_bounds()[1] * 100) / 100
         return max(0.01, min(float(self.resolved_threads(cores)), fitting))
 
     def resolved_gpus(self, cluster_gpus: float) -> float:

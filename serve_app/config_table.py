@@ -37,8 +37,8 @@ _REST = "What a request may be"
 def groups() -> dict[str, list[str]]:
     """Names of all fields by the title of their group."""
     named = {title: [name for name in names if name in AppArgs.model_fields] for title, names in _GROUPS.items()}
-    known = {name for names in named.values() for name in names}
-    return named | {_REST: [name for name in AppArgs.model_fields if name not in known]}
+    listed = {name for names in named.values() for name in names}
+    return named | {_REST: [name for name in AppArgs.model_fields if name not in listed]}
 
 
 def rows(names: list[str]) -> Iterator[tuple[str, str, str]]:

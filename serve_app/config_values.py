@@ -17,15 +17,15 @@ _UNITS = {
 
 def parse_memory(value: object) -> float:
     """A share of memory in (0, 1], or bytes > 1, from 0.3, "0.3", 2147483648, "2GiB" or "512 MB"."""
-    wanted = 'a share such as 0.3, or bytes such as "2GiB"'
+    rule = 'a share such as 0.3, or bytes such as "2GiB"'
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"must be {wanted}, not {value!r}")
+        raise ValueError(f"must be {rule}, not {value!r}")
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"must be {wanted}, not {value!r}")
+        raise ValueError(f"must be {rule}, not {value!r}")
     amount = float(match[1]) * _UNITS[match[2].upper()]
     if not 0 < amount <= 2**50 or (match[2] and amount <= 1):
-        raise ValueError(f"must be {wanted}, not {value!r}")
+        raise ValueError(f"must be {rule}, not {value!r}")
     return amount
 
 

@@ -18,5 +18,5 @@ def new_id(prefix: str, digits: int = 32) -> str:
 
 def made_at(some_id: str) -> float | None:
     """Seconds since 1970; None of what `new_id` has not made."""
-    found = _DATED.fullmatch(some_id)
-    return None if found is None else int(found[1], 16) / 1000
+    match = _DATED.fullmatch(some_id)
+    return None if match is None else int(match[1], 16) / 1000

@@ -25,11 +25,11 @@ def sampling_defaults(model: Path) -> SamplingDefaults:
         raise ValueError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object")
-    known = {name: content[name] for name in SamplingDefaults.model_fields if content.get(name) is not None}
-    if known.get("top_k") == -1:  # another word for no limit
-        known["top_k"] = 0
+    values = {name: content[name] for name in SamplingDefaults.model_fields if content.get(name) is not None}
+    if values.get("top_k") == -1:  # another word for no limit
+        values["top_k"] = 0
     try:
-        return SamplingDefaults.model_validate(known)
+        return SamplingDefaults.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"{file}: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from error

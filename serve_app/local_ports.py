@@ -18,10 +18,12 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
+    return bool(addresses) and all(
+        ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses
+    )
 
 
 def reachable_address(host: str, port: int) -> str:

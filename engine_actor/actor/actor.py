@@ -222,8 +222,8 @@ class EngineActor:
         of their own: one, since they must not take the processors from the model."""
         if request.grammar is None:
             return None
-        if (known := grammars.find(request.grammar)) is not None:
-            return known
+        if (compiled := grammars.find(request.grammar)) is not None:
+            return compiled
         if self._compiling >= self.options.queue_limit and request.resumed_tokens is None:
             return TurnRefused(
                 RefusalCode.QUEUE_FULL, f"{self._compiling} grammars are waiting already", retry_after=1.0

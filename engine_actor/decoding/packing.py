@@ -25,13 +25,13 @@ class TableMirror:
         self._rows: dict[int, tuple[int, BlockTable | None, int, int]] = {}  # index, table, epoch, entries copied
 
     def sync(self, request_id: int, table: BlockTable) -> int:
-        index, known, epoch, copied = self._rows.get(request_id, NOWHERE)
+        index, mirrored, epoch, copied = self._rows.get(request_id, NOWHERE)
         total = len(table.blocks)
-        if known is table and epoch == table.epoch and copied == total:
+        if mirrored is table and epoch == table.epoch and copied == total:
             return index
         if index < 0:
             index = self._take_row()
-        if known is not table or epoch != table.epoch:
+        if mirrored is not table or epoch != table.epoch:
             self._matrix[index] = -1
             copied = 0
         self._matrix[index, copied:total] = table.blocks[copied:]
@@ -73,7 +73,7 @@ class StepPacker:
         if self._mirror.size > 2 * self._cache.max_residents:
             self._mirror.forget_all_but(self._cache)
         input_ids: list[int] = []
-        wanted: list[int] = []
+        logits_rows: list[int] = []
         for row in rows:
             ids, past_length = row.record.history.ids, row.demand.num_computed_tokens
             if row.count == 1:  # nearly always
@@ -82,9 +82,9 @@ class StepPacker:
                 input_ids += ids[past_length : row.demand.target - len(row.drafts)]
                 input_ids += row.drafts
             if row.drafts:
-                wanted += row.logits_rows
+                logits_rows += row.logits_rows
             elif row.samples:
-                wanted.append(row.offset + row.count - 1)
+                logits_rows.append(row.offset + row.count - 1)
         counts = np.array([row.count for row in rows], np.int32)
         past = np.array([row.demand.num_computed_tokens for row in rows], np.int32)
         cumulative = np.zeros(len(rows) + 1, np.int32)
@@ -104,7 +104,7 @@ class StepPacker:
             past_sequence_lengths=past,
             block_table=self._mirror.gather(indices, columns),
             attention_metadata=np.array([int(counts.max()), longest, longest], np.int32),
-            logits_rows=np.array(wanted, np.int64),
+            logits_rows=np.array(logits_rows, np.int64),
             block_copies=reservation.copies,
             state_slots=None if states is None else np.array(states, np.int32),
             windowed_table=self._windowed_table(plan, columns),

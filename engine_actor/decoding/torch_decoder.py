@@ -141,10 +141,10 @@ class TorchDecoder:
         pools = self._paged_pools()
         index = torch.tensor(blocks, device=self._device)
         shape = (len(pools), len(blocks), *pools[0].shape[1:])
-        found = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for part, pool in zip(found, pools, strict=True):
+        parts = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for part, pool in zip(parts, pools, strict=True):
             torch.index_select(pool, 0, index, out=part)
-        content: NDArray[Any] = found.cpu().view(_PLAIN[self._dtype]).numpy()
+        content: NDArray[Any] = parts.cpu().view(_PLAIN[self._dtype]).numpy()
         return content
 
     @torch.inference_mode()

@@ -89,9 +89,9 @@ class CacheManager:
     def table(self, request_id: int) -> BlockTable | None:
         return self.paged.table(request_id)
 
-    def match(self, salt: bytes, tokens: Sequence[int], known: PrefixMatch | None = None) -> PrefixMatch:
-        """Shared blocks that a new request of these tokens can adopt; `known` as in PrefixIndex.match."""
-        return NO_MATCH if self.index is None else self.index.match(salt, tokens, known)
+    def match(self, salt: bytes, tokens: Sequence[int], earlier: PrefixMatch | None = None) -> PrefixMatch:
+        """Shared blocks that a new request of these tokens can adopt; `earlier` as in PrefixIndex.match."""
+        return NO_MATCH if self.index is None else self.index.match(salt, tokens, earlier)
 
     @property
     def longest(self) -> int:
@@ -184,11 +184,11 @@ class CacheManager:
         all of them or, since there is no state at an earlier position, none: the request is then no resident. So it is
         of one with windows where a ring has moved on past what is seen from there."""
         if self.states is None:
-            kept = self.paged.truncate(request_id, positions)
-            if self.windows is not None and not self.windows.holds(request_id, kept):
+            length = self.paged.truncate(request_id, positions)
+            if self.windows is not None and not self.windows.holds(request_id, length):
                 self.remove(request_id)
                 return 0
-            return kept
+            return length
         table = self.paged.table(request_id)
         assert table is not None
         if positions >= table.num_computed_tokens:

@@ -201,18 +201,18 @@ class PagedCache:
         """
         self._refuse_during_step()
         table = self._tables[request_id]
-        kept = min(positions, table.num_computed_tokens)
-        if kept % self.block_size and self.pool.owner_count(table.blocks[kept // self.block_size]) > 1:
-            kept -= kept % self.block_size
-        keep_blocks = blocks_for(kept, self.block_size)
+        length = min(positions, table.num_computed_tokens)
+        if length % self.block_size and self.pool.owner_count(table.blocks[length // self.block_size]) > 1:
+            length -= length % self.block_size
+        keep_blocks = blocks_for(length, self.block_size)
         surplus = table.blocks[keep_blocks:]
         del table.blocks[keep_blocks:]
         self.pool.free(surplus[::-1])
         table.count = keep_blocks
-        table.num_computed_tokens = kept
+        table.num_computed_tokens = length
         table.indexed = None
         table.epoch += 1
-        return kept
+        return length
 
     def fork(self, parent_id: int, child_id: int, positions: int) -> int:
         """The child becomes a resident that shares the parent's blocks of its first `positions` (F343); returns how

@@ -65,17 +65,17 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._by_block)
 
-    def match(self, salt: bytes, tokens: Sequence[int], known: PrefixMatch | None = None) -> PrefixMatch:
+    def match(self, salt: bytes, tokens: Sequence[int], earlier: PrefixMatch | None = None) -> PrefixMatch:
         """The longest indexed prefix of `tokens`. At least one token is left to compute, since the answer needs its
         logits. Changes nothing.
 
-        `known` is an earlier answer for the same salt and tokens. As long as its last entry is still indexed, so are
+        `earlier` is an earlier answer for the same salt and tokens. As long as its last entry is still indexed, so are
         all above it, and only what lies behind is looked up: a prompt that waits is not hashed anew in every step.
         """
         blocks: list[int] = []
         last: IndexEntry | None = None
-        if known is not None and known.last is not None and self._by_block.get(known.last.block) is known.last:
-            blocks, last = list(known.blocks), known.last
+        if earlier is not None and earlier.last is not None and self._by_block.get(earlier.last.block) is earlier.last:
+            blocks, last = list(earlier.blocks), earlier.last
         for start in range(len(blocks) * self._block_size, len(tokens) - self._block_size, self._block_size):
             entry = self._find(salt, last, self._packed(tokens, start))
             if entry is None:

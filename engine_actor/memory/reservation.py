@@ -146,17 +146,17 @@ class Reservation:
         pool = self._cache.pool
         for row in reversed(self.rows):
             table = row.table
-            taken = table.blocks[row.blocks_before :]
+            blocks = table.blocks[row.blocks_before :]
             if row.demand.new:
-                taken = table.blocks[:]
+                blocks = table.blocks[:]
                 table.blocks.clear()
                 self._cache.drop_provisional(row.demand.request_id)
             else:
                 del table.blocks[row.blocks_before :]
                 if row.copy:
                     table.blocks[row.tail], copied = row.copy
-                    taken.insert(0, copied)
+                    blocks.insert(0, copied)
                     row.copy = None
             table.epoch += 1
-            pool.free(taken[::-1])
+            pool.free(blocks[::-1])
         self._cache.end_reservation(self)

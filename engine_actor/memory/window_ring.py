@@ -77,9 +77,9 @@ class WindowRings:
                 raise ContractViolation(f"request {demand.request_id} and its ring disagree about what was computed")
         new = [demand for demand in demands if demand.new]
         size = self.ring_size
-        taken = self.pool.allocate(size * len(new))
+        blocks = self.pool.allocate(size * len(new))
         for i, demand in enumerate(new):
-            self._rings[demand.request_id] = Ring(taken[i * size : (i + 1) * size])
+            self._rings[demand.request_id] = Ring(blocks[i * size : (i + 1) * size])
         for demand in demands:
             ring = self._rings[demand.request_id]
             ring.written = max(ring.written, demand.target)

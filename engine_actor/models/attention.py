@@ -54,7 +54,7 @@ class Attention:
             query = apply_rotary(rms_norm(query, self.query_norm, self.eps), cos, sin)
             key = apply_rotary(rms_norm(key, self.key_norm, self.eps), cos, sin)
         kv_write(key, value, self.key_cache, self.value_cache, step.slots)
-        seen = paged_attention(
+        attended = paged_attention(
             query,
             self.key_cache,
             self.value_cache,
@@ -64,4 +64,4 @@ class Attention:
             self.scale,
             self.window,
         )
-        return self.output(seen.view(tokens, self.heads * self.head_size))
+        return self.output(attended.view(tokens, self.heads * self.head_size))

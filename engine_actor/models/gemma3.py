@@ -26,7 +26,7 @@ class Gemma3Layer:
 
     def __call__(self, x: Tensor, step: StepTensors) -> Tensor:
         """x: float32 [tokens, hidden_size], changed in place and returned."""
-        seen = self.attention(rms_norm(x, self.before_attention, self.eps), step)
-        x += rms_norm(seen, self.after_attention, self.eps)
+        attended = self.attention(rms_norm(x, self.before_attention, self.eps), step)
+        x += rms_norm(attended, self.after_attention, self.eps)
         x += rms_norm(self.mlp(rms_norm(x, self.before_mlp, self.eps)), self.after_mlp, self.eps)
         return x

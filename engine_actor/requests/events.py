@@ -92,11 +92,11 @@ class EventQueue:
             event.record.pending_events += 1
 
     def drain(self, capacity: int) -> list[EngineEvent]:
-        taken = [self._events.popleft() for _ in range(min(capacity, len(self._events)))]
-        for event in taken:
+        drained = [self._events.popleft() for _ in range(min(capacity, len(self._events)))]
+        for event in drained:
             if event.record is not None:
                 event.record.pending_events -= 1
-        return taken
+        return drained
 
     def purge(self, record: RequestRecord) -> None:
         """Forgets the events of a closed request (F074)."""

@@ -93,18 +93,18 @@ def _draw_among(logits: Float32, peak: np.float32, params: SamplingParams, u: fl
     candidates = _Candidates(logits, peak, temperature, room)
     if params.top_p == 1.0:
         return candidates.locate(u, "right")
-    kept = candidates.through(candidates.locate(params.top_p, "left"))
-    return int(kept[_Candidates(logits[kept], peak, temperature, room).locate(u, "right")])
+    nucleus = candidates.through(candidates.locate(params.top_p, "left"))
+    return int(nucleus[_Candidates(logits[nucleus], peak, temperature, room).locate(u, "right")])
 
 
 def _draw_of_few(logits: Float32, peak: np.float32, temperature: np.float32, params: SamplingParams, u: float) -> int:
     """With top_k the candidates are few, so they are simply sorted."""
     ids = _largest(logits, peak, params.top_k)
     cumulative = np.exp((logits[ids] - peak) / temperature).cumsum(dtype=np.float64)
-    kept = len(ids)
+    count = len(ids)
     if params.top_p < 1.0:
-        kept = int(np.searchsorted(cumulative, min(params.top_p, 1.0 - EDGE) * cumulative[-1], "left")) + 1
-    return int(ids[np.searchsorted(cumulative[:kept], min(u, 1.0 - EDGE) * cumulative[kept - 1], "right")])
+        count = int(np.searchsorted(cumulative, min(params.top_p, 1.0 - EDGE) * cumulative[-1], "left")) + 1
+    return int(ids[np.searchsorted(cumulative[:count], min(u, 1.0 - EDGE) * cumulative[count - 1], "right")])
 
 
 def _largest(logits: Float32, peak: np.float32, count: int) -> Ids:

@@ -146,14 +146,14 @@ def said_shortly(reason: str) -> str:
 
 
 @contextmanager
-def panics_as(wanted: Callable[[str], Exception]) -> Iterator[None]:
+def panics_as(error_type: Callable[[str], Exception]) -> Iterator[None]:
     """A bug of the library that a grammar brings out comes as an exception that nothing else would stop."""
     try:
         yield
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise wanted(_panicked(str(error))) from None
+        raise error_type(_panicked(str(error))) from None
 
 
 def _panicked(reason: str) -> str:

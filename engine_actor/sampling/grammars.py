@@ -106,8 +106,8 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """The grammar at its start. Raises UnusableGrammar with the reason if it can't be used here."""
-        if (known := self.find(spec)) is not None:
-            return known
+        if (compiled := self.find(spec)) is not None:
+            return compiled
         grammar = self.compile_anew(spec)
         with self._lock:
             self._alive[spec] = grammar
@@ -135,9 +135,9 @@ class Grammars:
     def forget(self, grammar: Grammar) -> None:
         """The next turn that asks for it gets another one."""
         with self._lock:
-            for known in (self._kept, self._alive):
-                if known.get(grammar.spec) is grammar:
-                    del known[grammar.spec]
+            for grammars in (self._kept, self._alive):
+                if grammars.get(grammar.spec) is grammar:
+                    del grammars[grammar.spec]
 
     def cursor(self, spec: GrammarSpec) -> Cursor:
         """Raises UnusableGrammar as `compile` does."""

@@ -64,9 +64,9 @@ def _completions(tokens: Sequence[int], size: int) -> NDArray[np.int64]:
 
 def _penalise_repetition(logits: Float32, tokens: Sequence[int], penalty: float) -> None:
     """Every token of the sequence once: logit / penalty if positive, else logit * penalty (F279)."""
-    seen = np.unique(np.asarray(tokens, np.int64))
-    values = logits[seen]
-    logits[seen] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
+    ids = np.unique(np.asarray(tokens, np.int64))
+    values = logits[ids]
+    logits[ids] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
 
 
 def _penalise_output(logits: Float32, context: RowContext, presence: float, frequency: float) -> None:

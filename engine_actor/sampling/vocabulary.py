@@ -22,8 +22,8 @@ class Words:
     """A vocabulary as the library reads it. It asks for the ids of a text where only that text can follow."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_id: int) -> None:
-        known = list(vocabulary.tokens[:vocab_size])
-        self.tokens = known + [b""] * (vocab_size - len(known))
+        tokens = list(vocabulary.tokens[:vocab_size])
+        self.tokens = tokens + [b""] * (vocab_size - len(tokens))
         self.special = vocabulary.special
         self.special_token_ids = sorted(i for i in vocabulary.special if i < vocab_size)
         self.eos_token_id = eos_token_id

@@ -96,7 +96,7 @@ class Admission:
     def _block(self, record: RequestRecord, blocks: int) -> None:
         """Once it has been overtaken often enough, what is freed is kept for it. Newer requests that this step took
         before it came to this one count too: a preempted one stands before older ones that wait."""
-        just_now = sum(demand.new and taken.submitted > record.submitted for taken, demand in self.selection.rows)
+        just_now = sum(demand.new and selected.submitted > record.submitted for selected, demand in self.selection.rows)
         self._overtakes_left = min(self._overtakes_left, self._max_overtakes - record.overtaken - just_now)
         missing = blocks - self.selection.blocks_left
         self.selection.deferrals.append(Deferral(record.id, DeferralReason.BLOCKS, missing_blocks=missing))
@@ -108,8 +108,8 @@ class Admission:
             return ()
         cached = record.match_cache
         if cached is None or cached[0] != index.generation or cached[1] != history.length:
-            known = cached[2] if cached is not None and cached[1] == history.length else None
-            cached = (index.generation, history.length, self._cache.match(record.options.salt, history.ids, known))
+            earlier = cached[2] if cached is not None and cached[1] == history.length else None
+            cached = (index.generation, history.length, self._cache.match(record.options.salt, history.ids, earlier))
             record.match_cache = cached
         return cached[2].blocks
 

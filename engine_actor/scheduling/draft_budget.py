@@ -20,19 +20,19 @@ class DraftWant:
 
 def share_drafts(wants: Sequence[DraftWant], tokens: int, blocks: int, block_size: int) -> list[int]:
     """Drafts of each row: at most `tokens` together, in their rows' room and at most `blocks` more blocks."""
-    given = [0] * len(wants)
+    shares = [0] * len(wants)
     hungry = [i for i, want in enumerate(wants) if want.drafts]
     while hungry and tokens:
         still: list[int] = []
         for i in hungry:
-            beyond = given[i] - wants[i].room
+            beyond = shares[i] - wants[i].room
             cost = int(beyond >= 0 and beyond % block_size == 0)
             if not tokens or cost > blocks:
                 continue
-            given[i] += 1
+            shares[i] += 1
             tokens -= 1
             blocks -= cost
-            if given[i] < wants[i].drafts:
+            if shares[i] < wants[i].drafts:
                 still.append(i)
         hungry = still
-    return given
+    return shares

@@ -44,14 +44,14 @@ def longest_part(chunk_size: int, query_cap: int) -> int:
 def share_budget(wants: Sequence[int], budget: int) -> list[int]:
     """Tokens for each row: one each, the rest greedily in order; `wants` is 1 for a decode, and for a prefill what
     its sequence and its caps leave. Raises ValueError if not even one each fits (F089)."""
-    left = budget - len(wants)
-    if left < 0:
+    remaining = budget - len(wants)
+    if remaining < 0:
         raise ValueError(f"{len(wants)} rows do not fit into a budget of {budget} tokens")
     counts = []
     for want in wants:
-        extra = want - 1 if want <= left else left
+        extra = want - 1 if want <= remaining else remaining
         counts.append(1 + extra)
-        left -= extra
+        remaining -= extra
     return counts
 
 
@@ -141,8 +141,8 @@ class Scheduler:
             admission.consider(record)
         if held_back:
             # They get what the prefills cannot use.
-            wanted = sum(self._want(record, demand) for record, demand in rows)
-            last = len(rows) + self._limits.max_scheduled_tokens - wanted
+            demanded = sum(self._want(record, demand) for record, demand in rows)
+            last = len(rows) + self._limits.max_scheduled_tokens - demanded
             for record in held_back:
                 if len(rows) < last:
                     admission.consider(record)
@@ -192,5 +192,5 @@ class Scheduler:
             room = cache.longest - demand.length
             usable = min(len(record.drafts), record.tokens_left, room, self._most_queries - 1)
             wants.append(DraftWant(usable, have - demand.length))
-        given = share_drafts(wants, tokens, selection.blocks_left, size)
-        return [record.drafts[:count] for (record, _), count in zip(selection.rows, given, strict=True)]
+        shares = share_drafts(wants, tokens, selection.blocks_left, size)
+        return [record.drafts[:count] for (record, _), count in zip(selection.rows, shares, strict=True)]

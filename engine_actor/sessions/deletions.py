@@ -29,9 +29,9 @@ class RecentDeletions:
     def within(self, seconds: float) -> list[str]:
         """Those of the last `seconds`, latest first."""
         horizon = self._clock() - min(seconds, KEPT_SECONDS)
-        found = []
+        recent = []
         for key in reversed(self._at):
             if self._at[key] < horizon:
                 break
-            found.append(key)
-        return found
+            recent.append(key)
+        return recent

@@ -192,8 +192,8 @@ class SessionTable:
         sequence, answers, own = session.sequence(), session.answers, []
         unused = 0
         for index, span in enumerate(turn.spans):
-            found = (i for i in range(unused, len(answers)) if self._digest(answers[i], sequence) == span.digest)
-            if (at := next(found, None)) is not None:
+            matches = (i for i in range(unused, len(answers)) if self._digest(answers[i], sequence) == span.digest)
+            if (at := next(matches, None)) is not None:
                 tokens = tuple(sequence[answers[at].start : answers[at].end])
                 if tokens != turn.prompt_ids[span.start : span.end]:
                     own.append((index, tokens))
@@ -236,16 +236,16 @@ class SessionTable:
         room, else as one whose memory was evicted. What it left behind when it was here before, which is its beginning,
         gives way; False if something else is known of it here, which then is newer."""
         key = session_key(moved.cache_scope, moved.session_id)
-        known = self._sessions.get(key)
-        if known is not None:
-            before = tuple(known.sequence())
+        resident = self._sessions.get(key)
+        if resident is not None:
+            before = tuple(resident.sequence())
             if (
-                not known.dormant
+                not resident.dormant
                 or len(before) >= len(moved.tokens)
                 or common_prefix(before, moved.tokens) < len(before)
             ):
                 return False
-            self._drop(known)
+            self._drop(resident)
         last_used = self._clock() - moved.idle_seconds
         tokens = list(moved.tokens)
         session = Session(key, moved.cache_scope, moved.session_id, last_used, tokens=tokens, moved=True)

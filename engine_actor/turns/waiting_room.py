@@ -21,18 +21,18 @@ class TurnLimits:
 
 
 class WaitingRoom:
-    """`taken` is always the number of places that running turns have."""
+    """`running` is always the number of places that running turns have."""
 
     def __init__(self, limits: TurnLimits) -> None:
         self._limits = limits
         self._times = HoldTimes(limits.max_running_sequences)
         self.queue: TurnQueue[Turn] = TurnQueue()
 
-    def refusal(self, turn: Turn, taken: int, of_session: int) -> tuple[RefusalCode, str] | None:
+    def refusal(self, turn: Turn, running: int, of_session: int) -> tuple[RefusalCode, str] | None:
         """Why a new turn can't come in, if it can't. `of_session`: turns of its session that run or wait."""
         if turn.resumed:
             return None
-        waits = of_session or self.queue.first() is not None or not self._fits(turn, taken)
+        waits = of_session or self.queue.first() is not None or not self._fits(turn, running)
         if of_session >= self._limits.max_turns_per_session:
             return RefusalCode.SESSION_BUSY, f"{of_session} turns of this session run or wait already"
         if waits and len(self.queue) >= self._limits.max_queued_turns:
@@ -63,17 +63,17 @@ class WaitingRoom:
         if turn.session is not None:
             turn.session.waiting.remove(turn)
 
-    def next(self, taken: int) -> Turn | None:
+    def next(self, running: int) -> Turn | None:
         """The turn that begins now, if one does: it has left."""
         turn = self.queue.first()
-        if turn is None or not self._fits(turn, taken):
+        if turn is None or not self._fits(turn, running):
             return None
         self.leave(turn)
         return turn
 
-    def _fits(self, turn: Turn, taken: int) -> bool:
+    def _fits(self, turn: Turn, running: int) -> bool:
         """A turn that is larger than the limit runs alone."""
-        return not taken or taken + turn.request.choices <= self._limits.max_running_sequences
+        return not running or running + turn.request.choices <= self._limits.max_running_sequences
 
     def note_hold(self, seconds: float) -> None:
         """A place was taken for so long, and is free again."""

@@ -44,8 +44,10 @@ def read_config(file: GgufFile, rope_divisors: tuple[float, ...]) -> ModelConfig
     """
     architecture = file.fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(file.path, f"architecture {architecture!r} is not supported (supported: {known})")
+        architectures = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(
+            file.path, f"architecture {architecture!r} is not supported (supported: {architectures})"
+        )
     fields = _Fields(file, str(architecture))
     if fields.integer("expert_count", 0) > 0:
         raise UnsupportedModel(file.path, f"{architecture}.expert_count: mixtures of experts are not supported")
@@ -53,9 +55,9 @@ def read_config(file: GgufFile, rope_divisors: tuple[float, ...]) -> ModelConfig
     if heads < 1:
         raise UnreadableModel(file.path, f"{architecture}.attention.head_count must be at least 1, not {heads}")
     head_size = fields.integer("attention.key_length", hidden // heads)
-    for key, wanted in (("attention.value_length", head_size), ("rope.dimension_count", head_size)):
-        if fields.integer(key, wanted) != wanted:
-            raise UnsupportedModel(file.path, f"{architecture}.{key} must be {wanted}, not {fields.integer(key)}")
+    for key, expected in (("attention.value_length", head_size), ("rope.dimension_count", head_size)):
+        if fields.integer(key, expected) != expected:
+            raise UnsupportedModel(file.path, f"{architecture}.{key} must be {expected}, not {fields.integer(key)}")
     gemma = architecture == "gemma3"
     rope = RopeConfig(
         fields.number("rope.freq_base", 1_000_000.0 if gemma else 10_000.0),
@@ -103,8 +105,8 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _end_tokens(file: GgufFile) -> frozenset[int]:
-    found = (file.fields.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS)
-    return frozenset(token for token in found if isinstance(token, int))
+    ids = (file.fields.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS)
+    return frozenset(token for token in ids if isinstance(token, int))
 
 
 def _scaling(file: GgufFile, architecture: str, head_size: int) -> tuple[float, ...]:

@@ -73,12 +73,12 @@ class GgufFile:
         for _ in range(int(field_count)):
             name = self._string()
             self.fields[name] = self._value(int(self._number("I")))
-        found = [self._tensor_info() for _ in range(int(tensor_count))]
+        infos = [self._tensor_info() for _ in range(int(tensor_count))]
         alignment = self.fields.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise UnreadableModel(self.path, f"general.alignment must be a positive number, not {alignment!r}")
         base = -(-self._at // alignment) * alignment
-        for name, code, shape, offset in found:
+        for name, code, shape, offset in infos:
             self.tensors[name] = self._place(name, code, shape, base + offset)
 
     def _place(self, name: str, code: int, shape: tuple[int, ...], start: int) -> GgufTensor:

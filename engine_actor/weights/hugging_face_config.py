@@ -32,8 +32,8 @@ def read_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder, "config.json")
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
-        raise UnsupportedModel(str(folder), f"model_type {model_type!r} is not supported (supported: {known})")
+        model_types = ", ".join(MODEL_TYPES)
+        raise UnsupportedModel(str(folder), f"model_type {model_type!r} is not supported (supported: {model_types})")
     # transformers takes seconds to import, and a GGUF file needs none of it.
     from transformers import AutoConfig
 
@@ -108,12 +108,12 @@ def _rope(folder: Path, parameters: Mapping[str, Any], head_size: int) -> RopeCo
 
 
 def _end_tokens(folder: Path, config: Any) -> frozenset[int]:
-    found = config.eos_token_id
+    ids = config.eos_token_id
     if (folder / "generation_config.json").is_file():
-        found = _read_json(folder, "generation_config.json").get("eos_token_id", found)
-    if found is None:
+        ids = _read_json(folder, "generation_config.json").get("eos_token_id", ids)
+    if ids is None:
         return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -29,6 +29,6 @@ def llama3_divisors(
         elif turns < low_freq_factor:
             divisors.append(float(factor))
         else:
-            kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-            divisors.append(1.0 / ((1.0 - kept) / factor + kept))
+            share = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            divisors.append(1.0 / ((1.0 - share) / factor + share))
     return tuple(divisors)

@@ -36,10 +36,10 @@ def require_floats(folder: str, name: str, kind: str) -> None:
 def _file_names(folder: Path) -> list[str]:
     index = folder / _INDEX
     if not index.is_file():
-        found = sorted(place.name for place in folder.glob("*.safetensors"))
-        if not found:
+        names = sorted(place.name for place in folder.glob("*.safetensors"))
+        if not names:
             raise UnreadableModel(str(folder), "there is no *.safetensors file in this folder")
-        return found
+        return names
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

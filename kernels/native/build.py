@@ -74,9 +74,9 @@ def _processor() -> str:
     lines = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():
-        wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+        fields = ("model name", "flags", "CPU implementer", "CPU part", "Features")
         first_cpu = info.read_text().split("\n\n", 1)[0]
-        lines += [line for line in first_cpu.splitlines() if line.startswith(wanted)]
+        lines += [line for line in first_cpu.splitlines() if line.startswith(fields)]
     return "\n".join(lines)
 
 

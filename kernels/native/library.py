@@ -38,9 +38,9 @@ def _load() -> tuple[CDLL | None, str]:
 
 def function(library: CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
     """A function of the library that knows its C types; each operation states its own."""
-    found = getattr(library, name)
-    found.argtypes, found.restype = arguments, result
-    return found
+    symbol = getattr(library, name)
+    symbol.argtypes, symbol.restype = arguments, result
+    return symbol
 
 
 def shared_object() -> CDLL | None:

@@ -64,23 +64,23 @@ def paged_attention_reference(
         if not len(active):
             continue
         # Slots that no query of the tile may see can hold anything, NaN included: they are read as zero.
-        known = (key_position >= first[active, None]) & (key_position <= last[active, None])
+        in_range = (key_position >= first[active, None]) & (key_position <= last[active, None])
         column = (key_position // block_size).clamp_max(table.shape[1] - 1)
-        block = torch.where(known, table[tile_row[active]][:, column], 0)
-        slot = torch.where(known, key_position % block_size, 0)
-        hidden = ~known[:, :, None, None]
+        block = torch.where(in_range, table[tile_row[active]][:, column], 0)
+        slot = torch.where(in_range, key_position % block_size, 0)
+        hidden = ~in_range[:, :, None, None]
         keys = key_cache[block, slot].float().masked_fill_(hidden, 0.0)  # [active, KEY_TILE, kv heads, D]
         values = value_cache[block, slot].float().masked_fill_(hidden, 0.0)
 
-        seen = key_position <= query_position[active][:, :, None]
+        visible = key_position <= query_position[active][:, :, None]
         if window:
-            seen &= key_position > query_position[active][:, :, None] - window
-        seen &= known[:, None, :]
+            visible &= key_position > query_position[active][:, :, None] - window
+        visible &= in_range[:, None, :]
         n = len(active)
         scores = _products(
             queries[active].flatten(0, 1), keys.permute(0, 2, 3, 1).reshape(n * kv_heads, head_size, KEY_TILE)
         ).view(n, kv_heads, group, _QUERY_TILE, KEY_TILE)
-        scores = scores.masked_fill_(~seen[:, None, None], float("-inf")).flatten(2, 3)
+        scores = scores.masked_fill_(~visible[:, None, None], float("-inf")).flatten(2, 3)
 
         new_maximum = torch.maximum(maximum[active], scores.amax(-1, keepdim=True))
         # A lane that has seen nothing yet keeps -inf; 0 in its place makes every exponential 0 and not NaN.

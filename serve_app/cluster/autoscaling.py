@@ -48,7 +48,7 @@ class EnginePolicy:
         """`context`: an AutoscalingContext. While an engine has not reported, since it starts or hangs, the number does
         not fall."""
         pressures = (context.aggregated_metrics or {}).get(PRESSURE, {})
-        wanted = wanted_engines(pressures.values(), self._target)
+        engines = wanted_engines(pressures.values(), self._target)
         if any(replica not in pressures for replica in context.running_replicas):
-            wanted = max(wanted, context.target_num_replicas)
-        return wanted, {}
+            engines = max(engines, context.target_num_replicas)
+        return engines, {}

@@ -88,9 +88,9 @@ class HandleEngineClient:
         the routers send its turns to, among those the one with most of it."""
         answers = await self._control.ask_each("sessions", cache_scope)
         leaving = self._known.leaving
-        found = [info for infos in answers.by_replica.values() for info in infos]
-        found.sort(key=lambda info: (info.running, info.replica not in leaving, info.tokens, -info.idle_seconds))
-        return ResidentSessions(tuple({info.session_id: info for info in found}.values()), len(answers.unanswered))
+        copies = [info for infos in answers.by_replica.values() for info in infos]
+        copies.sort(key=lambda info: (info.running, info.replica not in leaving, info.tokens, -info.idle_seconds))
+        return ResidentSessions(tuple({info.session_id: info for info in copies}.values()), len(answers.unanswered))
 
     async def delete_session(self, cache_scope: str, session_id: str) -> DeleteOutcome:
         answers = await self._control.ask_each("close_session", cache_scope, session_id)

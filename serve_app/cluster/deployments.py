@@ -83,11 +83,11 @@ class EngineDeployment:
         logger.info("%s: started: %s", self._replica, steps, extra={"start_seconds": self._start_seconds})
         context = serve.get_replica_context()
         engines = serve.get_deployment_handle(context.deployment, context.app_name)
-        known = known_replicas(context.app_name, context.deployment)
-        self._handover = Handover(self._replica, self._actor, engines, known)
+        replicas = known_replicas(context.app_name, context.deployment)
+        self._handover = Handover(self._replica, self._actor, engines, replicas)
         self._leases = Leases(lambda: self._handover.taken_out)
-        self._control = ControlCalls(engines, known)
-        self._claims = NameClaims(self._replica, known, self._actor.resident_keys, self._ask_who_has)
+        self._control = ControlCalls(engines, replicas)
+        self._claims = NameClaims(self._replica, replicas, self._actor.resident_keys, self._ask_who_has)
         self._background = [
             asyncio.create_task(Reporter(self._replica, self._metrics, self._actor.stats).run()),
             asyncio.create_task(self._handover.run()),
@@ -118,7 +118,7 @@ class EngineDeployment:
             lease = held.enter_context(self._leases.hold(reader))
             outbox = held.enter_context(self._outboxes.turn(reader, number))
             yield TurnPlaced(self._replica, None if outbox is None else outbox.channel)
-            async with aclosing(self._measured_turn(request)) as told, aclosing(lease.items(told)) as deltas:
+            async with aclosing(self._measured_turn(request)) as measured, aclosing(lease.items(measured)) as deltas:
                 if outbox is not None:
                     await outbox.carry(deltas)
                 else:

@@ -64,9 +64,9 @@ class Handover:
         self._known = known
         self._handed: dict[str, int] = {}  # length of the sequence that the next home has, by session
         self._failed: set[str] = set()  # sessions that did not arrive: next time they go without their caches
-        self._sent: set[str] = set()  # sessions that may have arrived somewhere
+        self._maybe_arrived: set[str] = set()  # sessions that may have arrived somewhere
         self._deleted: set[str] = set()
-        self._asked: float | None = None  # when the others were last asked for deletions
+        self._deletions_read_at: float | None = None  # those of the others
         self._taken_out = asyncio.Event()
         self._was_in = False
 
@@ -126,11 +126,11 @@ class Handover:
                     await self._give(moved, key)
 
         sessions = [(s, session_key(s.cache_scope, s.session_id)) for s in await self._actor.dormant_sessions()]
-        wanted = [pair for pair in sessions if pair[1] not in self._deleted]
-        await asyncio.gather(*(give(s, key) for s, key in wanted if self._handed.get(key) != len(s.tokens)))
+        alive = [pair for pair in sessions if pair[1] not in self._deleted]
+        await asyncio.gather(*(give(s, key) for s, key in alive if self._handed.get(key) != len(s.tokens)))
 
     async def _give(self, moved: MovedSession, key: str) -> None:
-        self._sent.add(key)
+        self._maybe_arrived.add(key)
         try:
             adopters = self._adopters.options(session_id=key)
             await answer_of(adopters.remote(moved, **{AVOID: (self._replica,)}), _CALL_SECONDS)
@@ -144,17 +144,17 @@ class Handover:
         """Of all replicas that answer in time. Takes back what was sent and is deleted by now. A question reaches back
         to the last one, and further by what an answer may take."""
         now = asyncio.get_running_loop().time()
-        within = KEPT_SECONDS if self._asked is None else now - self._asked + _ASK_SECONDS
+        within = KEPT_SECONDS if self._deletions_read_at is None else now - self._deletions_read_at + _ASK_SECONDS
         self._deleted.update(self._actor.deleted_sessions(within))
         answers = await self._ask_others(self._deletions, within)
         for keys in answers:
             if not isinstance(keys, BaseException):
                 self._deleted.update(keys)
         if _all_answered(answers):  # else the next question reaches back as far
-            self._asked = now
-        taken_back = sorted(self._deleted & self._sent)
+            self._deletions_read_at = now
+        taken_back = sorted(self._deleted & self._maybe_arrived)
         if taken_back and _all_answered(await self._ask_others(self._forgetters, taken_back)):
-            self._sent.difference_update(taken_back)
+            self._maybe_arrived.difference_update(taken_back)
 
     async def _ask_others(self, method: DeploymentHandle, argument: Any) -> list[Any]:
         """Their answers, or the exceptions in place of them."""

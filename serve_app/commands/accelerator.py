@@ -42,18 +42,18 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
         lines = [] if program is None else _output([program, *_QUERY]).splitlines()
     except (OSError, subprocess.SubprocessError):
         lines = []
-    found = tuple(Gpu(row[0].strip(), _mebibytes(row[1])) for row in csv.reader(lines) if len(row) == 2)
-    return found or ((Gpu("an NVIDIA GPU"),) if _DRIVER.exists() else ())
+    gpus = tuple(Gpu(row[0].strip(), _mebibytes(row[1])) for row in csv.reader(lines) if len(row) == 2)
+    return gpus or ((Gpu("an NVIDIA GPU"),) if _DRIVER.exists() else ())
 
 
 def torch_build() -> TorchBuild | None:
     """Of the torch that is installed; None: none is, or it does not say. Read from its files: to import it takes
     seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
     try:
-        text = Path(found.origin).with_name("version.py").read_text("utf-8")
+        text = Path(spec.origin).with_name("version.py").read_text("utf-8")
     except OSError:
         return None
     stated = {

@@ -60,14 +60,14 @@ class Step:
 @contextmanager
 def step(name: str) -> Iterator[Step]:
     """Prints `name` with its seconds, or that it failed."""
-    made = Step(name)
+    new = Step(name)
     mark = "[red]x[/]"
     try:
-        with made._status:
-            yield made
+        with new._status:
+            yield new
         mark = "[green]+[/]"
     finally:
-        console.print(f"{mark} {escape(name)} [dim]{made.seconds:.1f} s[/]", soft_wrap=True)
+        console.print(f"{mark} {escape(name)} [dim]{new.seconds:.1f} s[/]", soft_wrap=True)
 
 
 def fetch_with_bar(model: str) -> Path:

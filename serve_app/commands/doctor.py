@@ -112,19 +112,19 @@ def _versions() -> Iterator[Finding]:
         )
 
 
-def _devices(wanted: object) -> Iterator[Finding]:
-    """`wanted`: the flag."""
+def _devices(device: object) -> Iterator[Finding]:
+    """`device`: the flag."""
     import torch
 
     gpus = visible_gpus()
     if not torch.cuda.is_available() and gpus and torch.version.cuda is not None:
-        mark = Mark.BAD if wanted == "cuda" else Mark.NOTE
+        mark = Mark.BAD if device == "cuda" else Mark.NOTE
         yield Finding(mark, "devices", f"{gpus[0].name} is there, and torch cannot use it: its driver may be too old")
     elif not torch.cuda.is_available():
         yield Finding(Mark.GOOD, "devices", "CPU; no CUDA device")
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        yield Finding(Mark.GOOD, f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding(Mark.GOOD, f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
 
 
 def _kernels() -> Iterator[Finding]:

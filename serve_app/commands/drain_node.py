@@ -54,16 +54,16 @@ def drain(node_id: str, gcs_address: str, timeout: int) -> int:
         *("--reason", _REASON, "--reason-message", "moorage drain-node"),
         *("--deadline-remaining-seconds", str(timeout)),
     ]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if asked.returncode:
-        fail(f"the node could not be drained: {(asked.stderr or asked.stdout).strip()[-500:]}")
+    command_result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if command_result.returncode:
+        fail(f"the node could not be drained: {(command_result.stderr or command_result.stdout).strip()[-500:]}")
         return 1
     if not raylets:
         fail("the node is being drained, but its processes are not seen from here, so its end is not either")
         return 1
     with step("draining; running answers are finished"):
-        _, left = psutil.wait_procs(raylets, timeout=timeout)
-    if left:
+        _, alive = psutil.wait_procs(raylets, timeout=timeout)
+    if alive:
         fail(f"still running after {timeout} s")
         return 1
     say("drained")

@@ -81,19 +81,19 @@ def choose(
 
 def source_settings() -> tuple[str, ...]:
     """Names of pip's settings that say where packages come from."""
-    asked = subprocess.run([*_PIP, "config", "list"], capture_output=True, text=True, check=False)
-    return tuple(sorted(set(_SOURCES.findall(asked.stdout))))
+    listing = subprocess.run([*_PIP, "config", "list"], capture_output=True, text=True, check=False)
+    return tuple(sorted(set(_SOURCES.findall(listing.stdout))))
 
 
 def index_refused(index: str) -> str:
     """By pip itself, so that its proxies and certificates hold."""
     command = [*_PIP, "index", "versions", "torch", "--index-url", index, "--retries", "1", "--timeout", "10"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if asked.returncode == 0:
+    attempt = subprocess.run(command, capture_output=True, text=True, check=False)
+    if attempt.returncode == 0:
         return ""
-    if broken := re.search(r"\[Errno -?\d+\] ([^'\")]+)", asked.stderr):
+    if broken := re.search(r"\[Errno -?\d+\] ([^'\")]+)", attempt.stderr):
         return broken[1]
-    return (asked.stderr.strip().splitlines() or ["pip does not say why"])[-1]
+    return (attempt.stderr.strip().splitlines() or ["pip does not say why"])[-1]
 
 
 def install(extra: str | None, choice: TorchSource, progress: PipProgress) -> None:
@@ -108,8 +108,8 @@ def install(extra: str | None, choice: TorchSource, progress: PipProgress) -> No
 
 def _torch_requirement() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    [found] = [requirement for requirement in project["dependencies"] if re.match(r"torch\b", requirement)]
-    return str(found)
+    [requirement_text] = [requirement for requirement in project["dependencies"] if re.match(r"torch\b", requirement)]
+    return str(requirement_text)
 
 
 def _pip(arguments: list[str], progress: PipProgress) -> None:

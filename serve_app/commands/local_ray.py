@@ -207,9 +207,9 @@ def _shut_down(others: Collection[psutil.Process], *, patience: float) -> None:
     if not isinstance(ray.init, _Ended):
         ray.init = _Ended(ray.init)
     ray.shutdown()
-    _, left = psutil.wait_procs(processes, timeout=patience)
-    _kill(left)
-    psutil.wait_procs(left, timeout=_END_SECONDS)
+    _, alive = psutil.wait_procs(processes, timeout=patience)
+    _kill(alive)
+    psutil.wait_procs(alive, timeout=_END_SECONDS)
 
 
 def _kill(processes: Collection[psutil.Process]) -> None:

@@ -37,8 +37,8 @@ def kill_descendants(patience: float) -> None:
     """Ends them all, and returns when they have ended, after `patience` seconds at the latest."""
     deadline = time.monotonic() + patience
     # Again and again: one may have started another in the meantime.
-    while (left := psutil.Process().children(recursive=True)) and (rest := deadline - time.monotonic()) > 0:
-        for process in left:
+    while (alive := psutil.Process().children(recursive=True)) and (rest := deadline - time.monotonic()) > 0:
+        for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=rest)
+        psutil.wait_procs(alive, timeout=rest)

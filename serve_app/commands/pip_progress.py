@@ -46,7 +46,7 @@ class PipProgress:
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(process.stdout, lines), name="pip", daemon=True)
         reader.start()
-        kept: deque[str] = deque(maxlen=_KEPT_LINES)
+        last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         while True:
             try:
                 line = lines.get(timeout=_TERMINAL_SECONDS)
@@ -55,12 +55,12 @@ class PipProgress:
                 continue
             if line is None:
                 break
-            kept.append(line)
+            last_lines.append(line)
             self._note(line)
             self._tick()
         code = process.wait()
         if code:
-            self.say("\n".join(kept))
+            self.say("\n".join(last_lines))
         return code
 
     def _note(self, line: str) -> None:

@@ -51,14 +51,14 @@ def strangers_on(host: str, port: int) -> list[int]:
     own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     address = _address(host)
     return sorted(
-        found.pid
-        for found in psutil.net_connections("tcp")
-        if found.status == psutil.CONN_LISTEN
-        and found.laddr
-        and found.pid is not None
-        and found.pid not in own
-        and found.laddr.port == port
-        and _overlap(found.laddr.ip, address)
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr
+        and connection.pid is not None
+        and connection.pid not in own
+        and connection.laddr.port == port
+        and _overlap(connection.laddr.ip, address)
     )
 
 

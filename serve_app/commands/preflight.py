@@ -115,11 +115,11 @@ def memory(args: AppArgs, header: Header, gpu_bytes: int | None, *, on_gpu: bool
     weights = replicas * header.weight_bytes(element_bytes, as_stored=as_stored)
     pools = replicas * args.kv_memory if args.kv_memory > 1 else 0.0
     where = "on the GPU" if on_gpu else "here"
-    wanted = f"weights {_gib(weights)}" + (f" and KV pools {_gib(pools)}" if pools else "")
-    said = f"{wanted} of {replicas} replica{'s' if replicas > 1 else ''}; {_gib(free)} are free {where}"
+    needs = f"weights {_gib(weights)}" + (f" and KV pools {_gib(pools)}" if pools else "")
+    sentence = f"{needs} of {replicas} replica{'s' if replicas > 1 else ''}; {_gib(free)} are free {where}"
     if weights + pools > free:
         hint = "fewer --replicas, a smaller --kv-memory, a smaller model"
-        yield Finding(Mark.BAD, "memory for the model", f"{said}: too little; try {hint}")
+        yield Finding(Mark.BAD, "memory for the model", f"{sentence}: too little; try {hint}")
         return
     config, options = header.config, args.actor_options(cores=os.cpu_count() or 1, on_gpu=on_gpu)
     manifest = DecoderManifest(
@@ -134,9 +134,9 @@ def memory(args: AppArgs, header: Header, gpu_bytes: int | None, *, on_gpu: bool
             max_sessions=options.max_sessions,
             max_model_len=options.max_model_len,
         )
-        yield Finding(Mark.GOOD, "memory for the model", said)
+        yield Finding(Mark.GOOD, "memory for the model", sentence)
     except InvalidOption as error:
-        yield Finding(Mark.BAD, "memory for the model", f"{said}: {error}")
+        yield Finding(Mark.BAD, "memory for the model", f"{sentence}: {error}")
 
 
 def _has_compiler() -> bool:

@@ -21,18 +21,18 @@ def find_ray(address: str) -> str:
     itself would try for minutes. Raises BadAddress, or ConnectionError if nothing is there."""
     if address != "auto":
         return _answering(address, "--address", f"no Ray answers at {address}")
-    given = os.environ.get(VARIABLE)
-    if given and given != "auto":
-        return _answering(given, VARIABLE, f"no Ray answers at {given}, which `auto` takes from {VARIABLE}")
+    configured = os.environ.get(VARIABLE)
+    if configured and configured != "auto":
+        return _answering(configured, VARIABLE, f"no Ray answers at {configured}, which `auto` takes from {VARIABLE}")
     from ray._private import services
 
     try:
-        found = services.get_ray_address_from_environment("auto", None)
+        discovered = services.get_ray_address_from_environment("auto", None)
     except ConnectionError:
         raise ConnectionError(
             "no Ray runs on this machine for `auto` to find; name one that runs elsewhere by its host:port"
         ) from None
-    return _answering(found, "auto", f"the Ray at {found}, which `auto` found, does not answer")
+    return _answering(discovered, "auto", f"the Ray at {discovered}, which `auto` found, does not answer")
 
 
 def not_joined(address: str, where: str, error: Exception) -> ConnectionError:

@@ -34,14 +34,14 @@ class RayEnded(Exception):
 def import_ray_impatiently() -> None:
     """Imports Ray such that a native call of this process waits for one piece only. Ray's own processes have the value
     that is in the environment now, or the long one."""
-    kept = os.environ.get(_WAIT_VARIABLE) or f"{NODE_SECONDS:.0f}"
+    seconds = os.environ.get(_WAIT_VARIABLE) or f"{NODE_SECONDS:.0f}"
     os.environ[_WAIT_VARIABLE] = str(_PIECE_SECONDS)
     try:
         from ray._raylet import Config  # type: ignore[attr-defined]  # its stub leaves it out
 
         Config.raylet_client_num_connect_attempts()  # its settings are read from the environment once, at the first use
     finally:
-        os.environ[_WAIT_VARIABLE] = kept
+        os.environ[_WAIT_VARIABLE] = seconds
 
 
 @contextmanager
@@ -85,12 +85,12 @@ def _kept_sigterm_handler() -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    kept = getattr(module, name)
+    original = getattr(module, name)
     setattr(module, name, function)
     try:
         yield
     finally:
-        setattr(module, name, kept)
+        setattr(module, name, original)
 
 
 def _in_pieces(call: Callable[[], Any], seconds: float, earlier: set[int]) -> Any:
@@ -114,12 +114,12 @@ def _require_running(earlier: set[int]) -> None:
 
 def needed_children() -> list[tuple[psutil.Process, str]]:
     """Children of this process that a Ray cannot be without, and what they are; also such as have ended."""
-    found = []
+    children = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if (what := _NEEDED.get(child.name())) is not None:
-                found.append((child, what))
-    return found
+                children.append((child, what))
+    return children
 
 
 def end_of(child: psutil.Process) -> str | None:

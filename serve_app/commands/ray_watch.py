@@ -78,13 +78,13 @@ def watch_until_gone(session: RaySession) -> str:
     RayLost."""
     ray = OwnRay() if session.owned else joined_ray()
     # Beside: Serve may be waited for long where a process of Ray is gone.
-    found: list[str] = []
-    asking = threading.Thread(target=lambda: found.append(_until_gone()), name="watch", daemon=True)
+    reasons: list[str] = []
+    asking = threading.Thread(target=lambda: reasons.append(_until_gone()), name="watch", daemon=True)
     asking.start()
     while asking.is_alive():
         asking.join(_LOOK_SECONDS)
         ray.check()
-    return found[0]
+    return reasons[0]
 
 
 def _until_gone() -> str:

@@ -45,8 +45,8 @@ def print_facts(session: RaySession) -> None:
 def curl(base_url: str, args: AppArgs, *, chats: bool) -> str:
     """One line to paste. `chats`: the model has a chat template; else the request is for a completion."""
     question = "What is the capital of France?"
-    asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": "The capital of France is"}
-    body = json.dumps({"model": args.model_name(), **asked, "max_tokens": 64, "temperature": 0})
+    prompt = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": "The capital of France is"}
+    body = json.dumps({"model": args.model_name(), **prompt, "max_tokens": 64, "temperature": 0})
     path = "chat/completions" if chats else "completions"
     key = ' -H "authorization: Bearer $MOORAGE_API_KEY"' if args.load_api_keys() else ""
     return f"curl {base_url}/v1/{path} -H 'content-type: application/json'{key} -d {shlex.quote(body)}"

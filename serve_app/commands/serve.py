@@ -173,10 +173,10 @@ def check_gpus(args: AppArgs, gpus: float, *, grows: bool) -> None:
     needed = least * args.resolved_gpus(gpus)
     if needed <= gpus:
         return
-    found = f"{needed:g} GPUs for {least} of {args.model_name()} are wanted, and Ray finds {gpus:g}"
+    shortage = f"{needed:g} GPUs for {least} of {args.model_name()} are wanted, and Ray finds {gpus:g}"
     if not grows:
-        raise StartFailed(f"device {args.device}: {found}; try --device cpu, or fewer replicas")
-    say(f"  {found}: the start waits until the cluster has more")
+        raise StartFailed(f"device {args.device}: {shortage}; try --device cpu, or fewer replicas")
+    say(f"  {shortage}: the start waits until the cluster has more")
 
 
 def _gpus_of_ray() -> float:

@@ -30,7 +30,7 @@ class ApiKeys:
     def tenant(self, presented: str) -> str | None:
         """A name for the tenant that does not tell its key; None if no key matches."""
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, own) for own in self._digests]
         if not any(matches):
             return None
         return "key-" + hashlib.sha256(b"moorage tenant" + digest).hexdigest()[:32]

@@ -41,8 +41,8 @@ def _check_type(content_type: str) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
-    said = f"not '{kind[:100]}'" if kind else "and this one has no type"
-    message = f"The body must be JSON by its type, {said}: send the header 'Content-Type: application/json'."
+    difference = f"not '{kind[:100]}'" if kind else "and this one has no type"
+    message = f"The body must be JSON by its type, {difference}: send the header 'Content-Type: application/json'."
     raise ApiError(415, message, code="unsupported_media_type")
 
 

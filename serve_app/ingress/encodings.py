@@ -16,11 +16,11 @@ _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 def check_encoding(encoding: str) -> None:
     """Raises ApiError 415."""
     if encoding not in ENCODINGS:
-        known = ", ".join(ENCODINGS)
+        names = ", ".join(ENCODINGS)
         message = (
-            f"The body's Content-Encoding '{encoding[:100]}' is not known: send it as it is, or in one of {known}."
+            f"The body's Content-Encoding '{encoding[:100]}' is not known: send it as it is, or in one of {names}."
         )
-        raise ApiError(415, message, code="unsupported_encoding", headers={"Accept-Encoding": known})
+        raise ApiError(415, message, code="unsupported_encoding", headers={"Accept-Encoding": names})
 
 
 def unpacked(data: bytes, encoding: str, limit: int) -> bytes:

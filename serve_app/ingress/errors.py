@@ -44,10 +44,10 @@ class ApiError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Between processes."""
-        made = partial(
+        constructor = partial(
             ApiError, self.status, self.message, type=self.type, param=self.param, code=self.code, headers=self.headers
         )
-        return made, ()
+        return constructor, ()
 
     def envelope(self) -> dict[str, object]:
         error = {
@@ -102,9 +102,9 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
 
 
-def unknown_url(asked: str) -> ApiError:
-    """`asked`: method and path."""
-    return ApiError(404, f"Unknown path: {asked}", code="unknown_url")
+def unknown_url(url: str) -> ApiError:
+    """`url`: method and path."""
+    return ApiError(404, f"Unknown path: {url}", code="unknown_url")
 
 
 def retry_later(status: int, message: str, code: str, seconds: float) -> ApiError:
@@ -153,13 +153,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        asked = f"{request.method} {request.url.path}"
+        url = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            return unknown_url(asked).response()
+            return unknown_url(url).response()
         code, sentence = None, str(error.detail)
         if error.status_code == 405:
             code, sentence = "method_not_allowed", "Method not allowed for this path"
-        return ApiError(error.status_code, f"{sentence}: {asked}", code=code, headers=error.headers).response()
+        return ApiError(error.status_code, f"{sentence}: {url}", code=code, headers=error.headers).response()
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

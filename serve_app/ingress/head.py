@@ -18,9 +18,9 @@ class HeadMiddleware:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         # A copy: the server goes by its own scope when it writes the answer.
-        asked = {**scope, "method": "GET"}
+        get_scope = {**scope, "method": "GET"}
         try:
-            await self._app(asked, receive, send_without_body)
+            await self._app(get_scope, receive, send_without_body)
         finally:
-            if "route" in asked:
-                scope["route"] = asked["route"]  # for the log
+            if "route" in get_scope:
+                scope["route"] = get_scope["route"]  # for the log

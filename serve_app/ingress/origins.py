@@ -46,10 +46,10 @@ class OriginMiddleware:
         listed = bool(origins) and all(self._is_listed(origin) for origin in origins)
         refusal = None if self._has_keys else self._refusal(headers.getlist("host"), [] if listed else origins)
         # Starlette would refuse a method that it does not know in plain text.
-        asked = headers.get("access-control-request-method", _METHODS[0])
+        method = headers.get("access-control-request-method", _METHODS[0])
         if refusal is not None:
             await refusal.response()(scope, receive, send)
-        elif listed and asked in _METHODS:
+        elif listed and method in _METHODS:
             await self._across(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -47,9 +47,9 @@ def main(
     from serve_app.jobs.job import BatchOptions, run
 
     flags = {"model": model, "replicas": replicas, "kv_memory": kv_memory, "max_batch_size": max_batch_size}
-    given = {name: value for name, value in flags.items() if value is not None}
+    chosen = {name: value for name, value in flags.items() if value is not None}
     options = BatchOptions(input, output, config, deployment, concurrency, tries, address, verbose)
-    raise typer.Exit(run(options, given))
+    raise typer.Exit(run(options, chosen))
 
 
 if __name__ == "__main__":

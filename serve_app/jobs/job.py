@@ -151,7 +151,7 @@ async def _answer_all(batch: Batch, args: AppArgs, model_path: Path) -> None:
                         http,
                         concurrency=options.concurrency or max(1, round(at_once * (1 + _WAITING_SHARE))),
                         tries=options.tries,
-                        told=progress.told,
+                        on_line=progress.advance,
                     )
 
 

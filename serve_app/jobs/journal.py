@@ -42,7 +42,7 @@ class Journal:
         self._output = output
         self._path = output.with_name(output.name + ".partial")
         self._new = output.with_name(output.name + ".new")
-        self._done: dict[tuple[int, str], int] = {}  # by line: where its record begins
+        self._positions: dict[tuple[int, str], int] = {}  # by line: where its record begins
 
     def check_source(self, source: Path) -> None:
         """Raises JournalError if the input is one of the files that are written here."""
@@ -73,7 +73,7 @@ class Journal:
             if error is None:  # else a full disk is what the caller hears of already
                 raise
         finally:
-            if not self._done:
+            if not self._positions:
                 self._path.unlink(missing_ok=True)
             self._file.raw.close()  # closing the buffer would try to write again
 
@@ -86,11 +86,11 @@ class Journal:
                 break
             try:
                 entry = json.loads(text)
-                self._done[entry["line"], entry["sha256"]] = whole
+                self._positions[entry["line"], entry["sha256"]] = whole
             except (ValueError, KeyError, TypeError):
-                if not self._done:
-                    told = f"{self._path} is not what a job has left: remove it, or choose another --output"
-                    raise JournalError(told) from None
+                if not self._positions:
+                    complaint = f"{self._path} is not what a job has left: remove it, or choose another --output"
+                    raise JournalError(complaint) from None
                 break
             whole += len(text)
         self._file.truncate(whole)
@@ -98,14 +98,14 @@ class Journal:
 
     def has(self, line: Line) -> bool:
         """Whether this line, with this text, is done."""
-        return (line.number, line.digest) in self._done
+        return (line.number, line.digest) in self._positions
 
     def add(self, line: Line, record: dict[str, Any]) -> None:
         begin = self._file.tell()
         entry = {"line": line.number, "sha256": line.digest, "record": record}
         self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
-        self._done[line.number, line.digest] = begin
+        self._positions[line.number, line.digest] = begin
 
     def finish(self, lines: Iterable[Line]) -> Counts:
         """Writes the output, all of it or nothing, and ends the journal. Raises JournalError if a line is not done."""
@@ -114,7 +114,7 @@ class Journal:
             for line in lines:
                 if not self.has(line):
                     raise JournalError(f"line {line.number} is new: the input has changed meanwhile")
-                self._file.seek(self._done[line.number, line.digest])
+                self._file.seek(self._positions[line.number, line.digest])
                 record = json.loads(self._file.readline())["record"]
                 text = on_one_line(json.dumps(record, ensure_ascii=False))
                 file.write(text.encode("utf-8", "backslashreplace") + b"\n")

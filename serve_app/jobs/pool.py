@@ -234,8 +234,8 @@ def _failure(last: TurnDelta) -> str | None:
     return last.message if isinstance(last, TurnEnded) and last.resumable else None
 
 
-async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
-    """`args.replicas` engines, loaded; `told` is called with how many are. Raises StartFailed."""
+async def start_pool(args: AppArgs, on_ready: Callable[[int], None]) -> PoolClient:
+    """`args.replicas` engines, loaded; `on_ready` is called with how many are. Raises StartFailed."""
     cores = os.cpu_count() or 1
     resources = args.engine_resources(cores, ray.cluster_resources().get("GPU", 0.0))
     options = args.actor_options(cores=cores, on_gpu=resources["num_gpus"] > 0)
@@ -251,7 +251,7 @@ async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=_PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             limits += [task.result() for task in done]
-            told(len(limits))
+            on_ready(len(limits))
             if not done:
                 say(_still_waiting(len(limits), args.replicas, resources))
     except RayError as error:
@@ -260,10 +260,10 @@ async def start_pool(args: AppArgs, told: Callable[[int], None]) -> PoolClient:
     return PoolClient(engines, min(limits))
 
 
-def _still_waiting(ready: int, wanted: int, resources: dict[str, Any]) -> str:
+def _still_waiting(ready: int, total: int, resources: dict[str, Any]) -> str:
     """What an operator needs to see why: the model may be large, or others may have the places."""
     free = ray.available_resources()
     return (
-        f"{ready} of {wanted} engines are ready; each wants {resources['num_cpus']:g} CPUs and "
+        f"{ready} of {total} engines are ready; each wants {resources['num_cpus']:g} CPUs and "
         f"{resources['num_gpus']:g} GPUs, and {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
     )

@@ -13,11 +13,11 @@ LOG_SECONDS = 10.0
 
 
 class BatchProgress:
-    """`told` is called once for each line that is done; `before` of `total` were done by an earlier run."""
+    """`advance` is called once for each line that is done; `before` of `total` were done by an earlier run."""
 
     def __init__(self, before: int, total: int) -> None:
         self._total = total
-        self._before = self._done = before
+        self._before = self._lines_done = before
         self._failed = 0
         self._begun = self._logged = time.monotonic()
         self._bar: Progress | None = None
@@ -42,15 +42,15 @@ class BatchProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def told(self, good: bool) -> None:
-        self._done += 1
+    def advance(self, good: bool) -> None:
+        self._lines_done += 1
         self._failed += not good
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, failed=self._failed)
+            self._bar.update(self._task, completed=self._lines_done, failed=self._failed)
         elif time.monotonic() >= self._logged + LOG_SECONDS:
             self._logged = time.monotonic()
-            pace = (self._done - self._before) / (self._logged - self._begun)
+            pace = (self._lines_done - self._before) / (self._logged - self._begun)
             say(
-                f"{self._done} of {self._total} lines, {self._failed} failed, {pace:.1f} lines/s, "
-                f"about {(self._total - self._done) / pace:.0f} s left"
+                f"{self._lines_done} of {self._total} lines, {self._failed} failed, {pace:.1f} lines/s, "
+                f"about {(self._total - self._lines_done) / pace:.0f} s left"
             )

@@ -17,7 +17,7 @@ _PASSING = frozenset({429, 500, 502, 503, 504})
 _FAILED = 500  # of these, the one that may be due to the line after all
 _LONGEST_PAUSE_SECONDS = 30.0
 
-Told = Callable[[bool], None]
+OnLine = Callable[[bool], None]
 """Called for each line that is done: whether it was answered well."""
 
 
@@ -32,12 +32,12 @@ async def run_batch(
     *,
     concurrency: int,
     tries: int,
-    told: Told,
+    on_line: OnLine,
 ) -> None:
     """`http` reaches the API. A line that gets no answer in `tries` attempts ends the run with BatchStuck: something is
     wrong with the engines, not with the line. But one that fails where others are answered, or there are no others, is
     to blame itself. Raises OSError if the journal can't be written."""
-    seen: set[str] = set()
+    ids: set[str] = set()
     places = asyncio.Semaphore(concurrency)
     at_work = answers = 0
     stuck = False  # from the first line that got no answer on, until the others have heard of it
@@ -46,7 +46,7 @@ async def run_batch(
         nonlocal answers
         answers += good
         journal.add(line, record)
-        told(good)
+        on_line(good)
 
     async def work(line: Line) -> None:
         nonlocal at_work, stuck
@@ -55,10 +55,10 @@ async def run_batch(
         try:
             try:
                 call = parse_line(line)
-                if call.custom_id in seen:
+                if call.custom_id in ids:
                     text = f"line {line.number}: custom_id {call.custom_id!r} is that of an earlier line"
                     raise BadLine(call.custom_id, "duplicate_custom_id", text)
-                seen.add(call.custom_id)
+                ids.add(call.custom_id)
             except BadLine as bad:
                 if not journal.has(line):
                     note(line, refused(line, bad), good=False)

@@ -52,10 +52,10 @@ def _prepare(desk: Desk, body: ChatRequest, circumstances: Circumstances) -> Pre
     messages = [message.as_message() for message in body.messages]
     tools = [function.described() for function in body.functions]
     prompt = chat_prompt(desk.prompts, messages, "messages", circumstances.limit, tools)
-    asked = RequestPrompt(prompt, "messages", conversation_opening(messages))
-    identity = identity_of(desk, body, circumstances, [model, *asked.opening])
+    part = RequestPrompt(prompt, "messages", conversation_opening(messages))
+    identity = identity_of(desk, body, circumstances, [model, *part.opening])
     writes = partial(_format, model, body.choices, body.include_usage, bool(body.logprobs))
-    return prepared(desk, body, circumstances, [(asked, identity)], writes)
+    return prepared(desk, body, circumstances, [(part, identity)], writes)
 
 
 def _format(model: str, choices: int, include_usage: bool, logprobs: bool, spelling: TokenBytes) -> ChatFormat:

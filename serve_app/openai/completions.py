@@ -55,12 +55,12 @@ def _prepare(desk: Desk, body: CompletionRequest, circumstances: Circumstances) 
     model = checked_model(body.model, desk.settings)
     names = [prompt_param(i, len(body.prompt)) for i in range(len(body.prompt))]
     turns = []
-    for given, name in zip(body.prompt, names, strict=True):
-        asked = RequestPrompt(_prompt(desk, given, name, circumstances.limit), name, _opening(given))
-        identity = identity_of(desk, body, circumstances, [model, *asked.opening])
+    for plain, name in zip(body.prompt, names, strict=True):
+        part = RequestPrompt(_prompt(desk, plain, name, circumstances.limit), name, _opening(plain))
+        identity = identity_of(desk, body, circumstances, [model, *part.opening])
         if len(names) > 1 and identity.session_id is not None:
             raise bad_value("prompt", "only one prompt can go on from a session, so send one, or name no session")
-        turns.append((asked, identity))
+        turns.append((part, identity))
     texts = [_echo(desk.prompts, prompt) if body.echo else "" for prompt in body.prompt]
     echoes = [text for text in texts for _ in range(body.choices)]
     writes = partial(_format, model, body.include_usage, body.logprobs is not None, echoes)
@@ -73,14 +73,14 @@ def _format(
     return CompletionFormat(model, include_usage, spelling if logprobs else None, echoes)
 
 
-def _prompt(desk: Desk, given: PlainPrompt, param: str, limit: int | None) -> Prompt:
-    if isinstance(given, str):
+def _prompt(desk: Desk, plain: PlainPrompt, param: str, limit: int | None) -> Prompt:
+    if isinstance(plain, str):
         try:
-            return desk.prompts.text(given, limit=limit)
+            return desk.prompts.text(plain, limit=limit)
         except PromptTooLong as error:
             raise context_length_exceeded(error.at_least, error.limit, param, at_least=True) from error
-    check_token_ids(given, desk.vocab_size, param)
-    return Prompt(given)
+    check_token_ids(plain, desk.vocab_size, param)
+    return Prompt(plain)
 
 
 def _echo(prompts: PromptBuilder, prompt: PlainPrompt) -> str:

@@ -49,9 +49,9 @@ def _calls(body: CallingRequest, form: Sequence[GrammarSpec], settings: IngressS
     left_out: list[str] = []
     for i, function in enumerate(body.functions):
         param = f"{body.param_of_function(i)}.parameters"
-        kept = _kept(param, function.schema_text, settings, lenient=not function.strict)
-        schemas[function.name] = kept.text
-        left_out += [f"{param}.{place}" if place else param for place in kept.left_out]
+        schema = _kept(param, function.schema_text, settings, lenient=not function.strict)
+        schemas[function.name] = schema.text
+        left_out += [f"{param}.{place}" if place else param for place in schema.left_out]
     named = isinstance(body.tool_choice, ChosenTool)
     spec = calling_grammar(
         {function.name: schemas[function.name] for function in body.callable_functions},
@@ -63,15 +63,15 @@ def _calls(body: CallingRequest, form: Sequence[GrammarSpec], settings: IngressS
 
 
 def _kept_form(named: Named, settings: IngressSettings) -> GrammarSpec:
-    param, asked = named
-    if asked.kind is GrammarKind.JSON_SCHEMA:
-        return replace(asked, data=_kept(param, asked.data, settings, lenient=False).text)
-    _check_size(param, asked.data, settings)
+    param, form = named
+    if form.kind is GrammarKind.JSON_SCHEMA:
+        return replace(form, data=_kept(param, form.data, settings, lenient=False).text)
+    _check_size(param, form.data, settings)
     try:
-        check_grammar(asked)
+        check_grammar(form)
     except UnusableGrammar as error:
         raise _unusable(param, error) from None
-    return asked
+    return form
 
 
 def _kept(param: str, schema: str, settings: IngressSettings, *, lenient: bool) -> KeptSchema:

@@ -71,9 +71,9 @@ def checked_session_id(value: str, param: str, settings: IngressSettings) -> str
 
 def named_header(headers: Headers, name: str) -> str | None:
     """The header of this name, whatever its case and with `-` or `_`."""
-    wanted = name.lower().replace("_", "-").encode("latin-1")
-    found = (value for key, value in headers.raw if key.lower().replace(b"_", b"-") == wanted)
-    return next(map(header_text, found), None)
+    spelling = name.lower().replace("_", "-").encode("latin-1")
+    values = (value for key, value in headers.raw if key.lower().replace(b"_", b"-") == spelling)
+    return next(map(header_text, values), None)
 
 
 def _hint(headers: Headers, user: str | None, opening: Sequence[object], cache_scope: str) -> str:

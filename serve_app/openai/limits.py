@@ -83,8 +83,8 @@ def _check_tools(body: CallingRequest) -> None:
     if chosen == "required" and not names:
         raise bad_value("tool_choice", "no tools are given that a call could be of")
     if body.calls is not Calls.NOWHERE:
-        for name, given in body.not_with_calls.items():
-            if given:
+        for name, value in body.not_with_calls.items():
+            if value:
                 raise not_supported(name, "remove it, or `tools`, or set tool_choice to none")
 
 

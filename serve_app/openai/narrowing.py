@@ -31,7 +31,7 @@ _FUNCTION: Schema = {"type": "object", "properties": {"name": {"type": "string"}
 def narrow(schema: Schema, kind: str, desk: Desk) -> None:
     """Changes the schema of a body in place. `kind`: a key of UNSERVED, or another name of a body that has none."""
     properties: Schema = schema["properties"]
-    properties |= {name: made for name, made in _remade(kind, desk).items() if name in properties}
+    properties |= {name: schema_of_field for name, schema_of_field in _remade(kind, desk).items() if name in properties}
     for name, most in _largest(desk).items():
         for branch in _branches(properties, name, "integer"):
             branch["maximum"] = most
@@ -152,9 +152,9 @@ def _schema_if_wanted(name: str) -> list[Schema]:
 
 def _exactly_one(properties: Schema) -> list[Schema]:
     """Null is as good as absent, and so is false."""
-    given: dict[str, Schema] = {name: {"not": {"enum": [None, False]}} for name in properties}
+    absent: dict[str, Schema] = {name: {"not": {"enum": [None, False]}} for name in properties}
     none: dict[str, Schema] = {name: {"enum": [None, False]} for name in properties}
-    return [{"properties": none | {name: given[name]}, "required": [name]} for name in properties]
+    return [{"properties": none | {name: absent[name]}, "required": [name]} for name in properties]
 
 
 def numbers_below(bound: int) -> str:

@@ -62,25 +62,25 @@ def prepared(
 ) -> Prepared:
     """Raises ApiError for a grammar or a prompt that can't be served."""
     grammar = answer_grammar(body, desk.settings)
-    made = [
+    prepared_turns = [
         make_turn(
             body,
-            asked.prompt,
+            part.prompt,
             identity,
             sampling_of(body, desk.settings),
             request_id=circumstances.request_id,
             tenant=circumstances.tenant,
-            prompt_param=asked.param,
+            prompt_param=part.param,
             settings=desk.settings,
             grammar=None if grammar is None else grammar.grammar,
             limit=circumstances.limit,
         )
-        for asked, identity in turns
+        for part, identity in turns
     ]
     named = next((identity for _, identity in turns if identity.session_id is not None), None)
     session = None if named is None else named.routing_key[:12]
     left_out = () if grammar is None else grammar.left_out
-    return Prepared(tuple(made), writes, body.choices, bool(body.stream), session, left_out)
+    return Prepared(tuple(prepared_turns), writes, body.choices, bool(body.stream), session, left_out)
 
 
 def identity_of(

@@ -196,8 +196,8 @@ class ChatMessage(Strict):
 
     def as_message(self) -> Message:
         # Templates know `system`; `developer` is its newer name.
-        said = "\n".join(text for text in (self.content, self.refusal) if text)
-        message = Message(role="system" if self.role == "developer" else self.role, content=said)
+        text_and_refusal = "\n".join(text for text in (self.content, self.refusal) if text)
+        message = Message(role="system" if self.role == "developer" else self.role, content=text_and_refusal)
         if self.tool_calls:
             message["tool_calls"] = [call.as_call() for call in self.tool_calls]
         if self.tool_call_id is not None:

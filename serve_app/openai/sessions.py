@@ -70,18 +70,18 @@ def sessions_router(services: Services) -> APIRouter:
 
     @router.get("/v1/sessions")
     async def sessions(request: Request, cache_salt: str | None = None) -> SessionList:
-        found = await services.client.sessions(cache_scope(request, cache_salt))
-        shown = [_shown(info) for info in found.sessions]
-        return SessionList(data=shown, incomplete=found.unanswered > 0, unanswered_replicas=found.unanswered)
+        resident = await services.client.sessions(cache_scope(request, cache_salt))
+        shown = [_shown(info) for info in resident.sessions]
+        return SessionList(data=shown, incomplete=resident.unanswered > 0, unanswered_replicas=resident.unanswered)
 
     # A session's id may hold slashes.
     @router.get("/v1/sessions/{session_id:path}")
     async def session(request: Request, session_id: str, cache_salt: str | None = None) -> SessionItem:
         checked = checked_session_id(session_id, "session_id", services.settings)
-        found = await services.client.sessions(cache_scope(request, cache_salt))
-        info = next((info for info in found.sessions if info.session_id == checked), None)
+        resident = await services.client.sessions(cache_scope(request, cache_salt))
+        info = next((info for info in resident.sessions if info.session_id == checked), None)
         if info is None:
-            raise _unanswered() if found.unanswered else _not_found()
+            raise _unanswered() if resident.unanswered else _not_found()
         return _shown(info)
 
     @router.delete("/v1/sessions/{session_id:path}")

@@ -16,7 +16,7 @@ _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 def on_one_line(text: str) -> str:
     """The same JSON without an end of a line in it, whoever reads it."""
-    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text if text.isascii() else _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _encoded(content: object) -> bytes:

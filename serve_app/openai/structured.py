@@ -117,8 +117,8 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = (self.json_text, self.regex, self.choice, self.grammar, self.json_object or None)
-        if sum(one is not None for one in given) != 1:
+        kinds = (self.json_text, self.regex, self.choice, self.grammar, self.json_object or None)
+        if sum(one is not None for one in kinds) != 1:
             refuse("must have exactly one of json, regex, choice, grammar and json_object")
         return self
 

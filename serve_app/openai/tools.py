@@ -90,8 +90,8 @@ class Function(Strict):
 
     def described(self) -> dict[str, object]:
         """What the prompt says of it."""
-        given = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": given}
+        fields = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": fields}
 
 
 class Tool(_Typed):

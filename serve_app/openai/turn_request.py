@@ -51,20 +51,20 @@ def make_turn(
         raise bad_value(prompt_param, "must not be empty")
     if limit is not None and length >= limit:
         raise context_length_exceeded(length, limit, prompt_param)
-    wanted = body.token_limit or settings.default_max_tokens or 0
+    longest = body.token_limit or settings.default_max_tokens or 0
     if limit is not None:
         room = limit - length
-        wanted = min(wanted, room) if wanted else room
+        longest = min(longest, room) if longest else room
     least = body.min_tokens or 0
-    if wanted and least > wanted:
-        raise bad_value("min_tokens", f"this answer can have at most {wanted} tokens, not {least}")
+    if longest and least > longest:
+        raise bad_value("min_tokens", f"this answer can have at most {longest} tokens, not {least}")
     request = TurnRequest(
         request_id=request_id,
         cache_scope=cache_scope_of(tenant, body.cache_salt),
         session_id=identity.session_id,
         prompt_ids=prompt.ids,
         sampling=sampling,
-        max_generated_tokens=wanted,
+        max_generated_tokens=longest,
         stop_token_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else prompt.ends),
         ignore_eos=bool(body.ignore_eos),
         spans=prompt.spans,

@@ -99,15 +99,15 @@ def open_in_ray(metric: Metric, model_name: str) -> Record:
     """The metric as an object of Ray Serve. Inside a replica only, which gives it its labels."""
     keys = ("model_name", "engine", *((metric.tag,) if metric.tag else ()))
     if metric.kind is Kind.GAUGE:
-        made = serve_metrics.Gauge(metric.name, metric.description, keys)
-        record = made.set
+        gauge = serve_metrics.Gauge(metric.name, metric.description, keys)
+        record = gauge.set
     elif metric.kind is Kind.COUNTER:
-        made = serve_metrics.Counter(metric.name, metric.description, keys)
-        record = made.inc
+        gauge = serve_metrics.Counter(metric.name, metric.description, keys)
+        record = gauge.inc
     else:
-        made = serve_metrics.Histogram(metric.name, metric.description, list(metric.boundaries), keys)
-        record = made.observe
-    made.set_default_tags({"model_name": model_name, "engine": ENGINE})
+        gauge = serve_metrics.Histogram(metric.name, metric.description, list(metric.boundaries), keys)
+        record = gauge.observe
+    gauge.set_default_tags({"model_name": model_name, "engine": ENGINE})
     if metric.tag is None:
         return lambda value, _: record(value)
     return lambda value, tag: record(value, {metric.tag: tag})

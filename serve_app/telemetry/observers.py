@@ -58,8 +58,8 @@ class TurnWatch:
 
     def _note_end(self, delta: TurnEnded) -> None:
         self._open -= 1
-        wanted = delta.reason is EndReason.FAILED and delta.failure is Failure.SESSION_DELETED
-        self._metrics.add(m.SUCCESS, 1, ABORTED if wanted else _FINISHED[delta.reason])
+        deleted = delta.reason is EndReason.FAILED and delta.failure is Failure.SESSION_DELETED
+        self._metrics.add(m.SUCCESS, 1, ABORTED if deleted else _FINISHED[delta.reason])
         if delta.reason is not EndReason.FAILED:
             self._metrics.observe(m.REQUEST_GENERATION, delta.generated_tokens)
         if delta.choice == 0:

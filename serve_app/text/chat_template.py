@@ -84,29 +84,29 @@ class ChatTemplate:
     @cached_property
     def after_answer(self) -> str:
         """What follows an answer in a prompt; empty where that can't be told."""
-        asked = [Message(role="user", content="x"), Message(role="assistant", content=_PROBE)]
+        messages = [Message(role="user", content="x"), Message(role="assistant", content=_PROBE)]
         try:
-            return self.render([*asked, Message(role="user", content="x")]).partition(_PROBE)[2]
+            return self.render([*messages, Message(role="user", content="x")]).partition(_PROBE)[2]
         except ChatTemplateError:
             return ""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """The prompt, up to where the assistant's answer begins. Raises ChatTemplateError."""
-        given = {"tools": list(tools)} if tools else {}
+        variables = {"tools": list(tools)} if tools else {}
         try:
-            return self._rendered(messages, given)
+            return self._rendered(messages, variables)
         except _REFUSALS as error:
             # Some templates go through the arguments one by one, so those that are a text get a name.
             named = [_with_named_arguments(message) for message in messages]
             if named != list(messages):
                 try:
-                    return self._rendered(named, given)
+                    return self._rendered(named, variables)
                 except _REFUSALS:
                     pass  # the first refusal says more
             raise ChatTemplateError(f"The chat template refused these messages: {error}") from error
 
-    def _rendered(self, messages: Sequence[Message], given: Mapping[str, Any]) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=True, **given, **self._special_tokens)
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=True, **variables, **self._special_tokens)
 
 
 def _with_named_arguments(message: Message) -> Message:

@@ -25,10 +25,10 @@ _REPLACEMENT = "\ufffd"
 class ControlTokens:
     def __init__(self, spellings: Iterable[str]) -> None:
         """`spellings` of a model's control tokens; those of one character are no risk and left out."""
-        known = sorted({text for text in spellings if len(text) > 1})
-        self._pattern = re.compile(_trie_pattern(known)) if known else None
-        self._beginnings = frozenset(text[:end] for text in known for end in range(1, len(text)))
-        self._longest = max(map(len, known), default=0)
+        texts = sorted({text for text in spellings if len(text) > 1})
+        self._pattern = re.compile(_trie_pattern(texts)) if texts else None
+        self._beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        self._longest = max(map(len, texts), default=0)
 
     def shielded(self, value: Any) -> Any:
         """The same value, nested as it is, with every string shielded, keys included."""
@@ -45,7 +45,7 @@ class ControlTokens:
             return text
         if SHIELD in text:
             text = text.replace(SHIELD, _REPLACEMENT)
-        text = self._pattern.sub(lambda found: found[0][0] + SHIELD + found[0][1:], text)
+        text = self._pattern.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text)
         # A template may trim, so what counts is the end without white space.
         end = len(text.rstrip())
         for start in range(max(0, end - self._longest + 1), end):
@@ -57,11 +57,11 @@ class ControlTokens:
         """Of a rendered text, in order and without shields: (spelling, True) of each control token that the template
         wrote, (text, False) of what lies between."""
         at = 0
-        for found in self._pattern.finditer(text) if self._pattern is not None else ():
-            if found.start() > at:
-                yield unshielded(text[at : found.start()]), False
-            yield found[0], True
-            at = found.end()
+        for match in self._pattern.finditer(text) if self._pattern is not None else ():
+            if match.start() > at:
+                yield unshielded(text[at : match.start()]), False
+            yield match[0], True
+            at = match.end()
         if at < len(text):
             yield unshielded(text[at:]), False
 

@@ -52,8 +52,8 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     return tokenizer
 
 
-def _of_type(tokens: list[str], types: list[int], wanted: int) -> list[str]:
-    return [token for token, kind in zip(tokens, types, strict=False) if kind == wanted]
+def _of_type(tokens: list[str], types: list[int], token_type: int) -> list[str]:
+    return [token for token, kind in zip(tokens, types, strict=False) if kind == token_type]
 
 
 def _prefixes_space(metadata: Mapping[str, object]) -> bool:

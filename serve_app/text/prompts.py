@@ -113,11 +113,11 @@ class PromptBuilder:
         frame: list[str] = []
         at = 0
         for mark in marks:
-            found = text.find(mark, at)
-            if found < 0:  # this template leaves the answer out, so what follows can't be told apart
+            start = text.find(mark, at)
+            if start < 0:  # this template leaves the answer out, so what follows can't be told apart
                 return frame
-            frame.append(unshielded(text[at:found]))
-            at = found + len(mark)
+            frame.append(unshielded(text[at:start]))
+            at = start + len(mark)
         return frame
 
 
@@ -149,5 +149,5 @@ def _border(borders: Sequence[int], position: int) -> int | None:
     Tokens without bytes make borders equal; the first of them is taken, so that they stay outside to the
     right.
     """
-    found = bisect_left(borders, position)
-    return found if found < len(borders) and borders[found] == position else None
+    index = bisect_left(borders, position)
+    return index if index < len(borders) and borders[index] == position else None

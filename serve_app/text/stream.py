@@ -58,10 +58,10 @@ class StopMatcher:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
             self.matched, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: min(matches)[1]]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

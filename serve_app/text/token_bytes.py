@@ -63,10 +63,10 @@ class TokenBytes:
         """b"" for an id without a token: the logits of a model can be wider than its vocabulary."""
         if not 0 <= token_id < len(self._table):
             return b""
-        known = self._table[token_id]
-        if known is None:
-            known = self._table[token_id] = self._spell(token_id)
-        return known
+        spelling = self._table[token_id]
+        if spelling is None:
+            spelling = self._table[token_id] = self._spell(token_id)
+        return spelling
 
     def _spell(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -143,10 +143,10 @@ class Tokenizer:
         """
         ids = self.encode_rendered(text)
         pieces = [self.token_bytes[i] for i in ids]
-        spelled, wanted = b"".join(pieces), unshielded(text).encode()
-        if spelled == wanted:
+        spelled, expected = b"".join(pieces), unshielded(text).encode()
+        if spelled == expected:
             return ids, list(accumulate(map(len, pieces)))
-        if spelled == b" " + wanted:  # SentencePiece puts a space before a text
+        if spelled == b" " + expected:  # SentencePiece puts a space before a text
             return ids, [end - 1 for end in accumulate(map(len, pieces))]
         return ids, None
 

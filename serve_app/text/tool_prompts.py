@@ -57,7 +57,7 @@ def _introduction(tools: Sequence[Mapping[str, object]]) -> str:
     described = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
     name, schema = functions[0]["name"], functions[0].get("parameters")
     fill = {"{tools}": described, "{name}": name, "{example}": written_call(name, example_arguments(schema))}
-    return re.sub("|".join(map(re.escape, fill)), lambda found: fill[found[0]], _INTRODUCTION)
+    return re.sub("|".join(map(re.escape, fill)), lambda match: fill[match[0]], _INTRODUCTION)
 
 
 def example_arguments(schema: object) -> dict[str, object]:

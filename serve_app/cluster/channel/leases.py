@@ -78,33 +78,33 @@ class Leases:
     @contextmanager
     def hold(self, reader: str) -> Iterator[Lease]:
         """For the time of one call of this reader. That it calls is a sign of life, too."""
-        known, lease = self._readers.setdefault(reader, _Reader()), Lease()
-        known.ticks = 0
-        known.calls.add(lease)
+        held, lease = self._readers.setdefault(reader, _Reader()), Lease()
+        held.ticks = 0
+        held.calls.add(lease)
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(), context=Context())
         try:
             yield lease
         finally:
-            known.calls.discard(lease)
-            if not known.calls:
+            held.calls.discard(lease)
+            if not held.calls:
                 del self._readers[reader]
 
     def renew(self, reader: str) -> None:
         """Does nothing for one that has no call here."""
-        if (known := self._readers.get(reader)) is not None:
-            known.ticks = 0
+        if (held := self._readers.get(reader)) is not None:
+            held.ticks = 0
 
     async def _count(self) -> None:
         while self._readers:
             await asyncio.sleep(_TICK_SECONDS)
             if self._taken_out():
                 continue
-            for reader, known in self._readers.items():
-                known.ticks += 1
-                if known.ticks * _TICK_SECONDS > LEASE_SECONDS:
-                    logger.warning("reader %s has gone: its %d calls are ended", reader, len(known.calls))
-                    for lease in known.calls:
+            for reader, held in self._readers.items():
+                held.ticks += 1
+                if held.ticks * _TICK_SECONDS > LEASE_SECONDS:
+                    logger.warning("reader %s has gone: its %d calls are ended", reader, len(held.calls))
+                    for lease in held.calls:
                         lease.end()
         self._counting = None
 
@@ -115,7 +115,7 @@ class Renewals:
     def __init__(self, renew: Renew) -> None:
         self._renew = renew
         self._calls: Counter[str] = Counter()  # by replica
-        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._pending: dict[str, asyncio.Task[None]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
     def begin(self, replica: str) -> None:
@@ -134,8 +134,8 @@ class Renewals:
         while self._calls:
             await asyncio.sleep(RENEWAL_SECONDS)
             for replica in self._calls:
-                if replica not in self._asked:  # else it has not answered yet
-                    self._asked[replica] = asyncio.create_task(self._tell(replica))
+                if replica not in self._pending:  # else it has not answered yet
+                    self._pending[replica] = asyncio.create_task(self._tell(replica))
         self._renewing = None
 
     async def _tell(self, replica: str) -> None:
@@ -144,4 +144,4 @@ class Renewals:
         except Exception as error:  # its calls break if it is dead, and are looked after if it is silent
             reader_logger.debug("replica %s was not told that its reader is there: %s", replica, type(error).__name__)
         finally:
-            del self._asked[replica]
+            del self._pending[replica]

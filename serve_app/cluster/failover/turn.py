@@ -109,8 +109,8 @@ class FailoverTurn:
             try:
                 async with aclosing(self._attempt()) as deltas:
                     async for delta in deltas:
-                        if (told := progress.take(delta)) is not None:
-                            yield told
+                        if (shown := progress.take(delta)) is not None:
+                            yield shown
                         else:
                             self._note_resumption()
             except _Refused as refused:

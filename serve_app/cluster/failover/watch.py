@@ -78,8 +78,8 @@ class ReplicaWatch:
         self._ask = ask
         self._known = known
         self._places: set[Attempt] = set()
-        self._heard: dict[str, float] = {}
-        self._asked: dict[str, float] = {}
+        self._last_signs: dict[str, float] = {}
+        self._last_questions: dict[str, float] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -107,21 +107,21 @@ class ReplicaWatch:
             self._places.discard(place)
 
     def heard(self, replica: str) -> None:
-        self._heard[replica] = asyncio.get_running_loop().time()
+        self._last_signs[replica] = asyncio.get_running_loop().time()
 
     async def _look_around(self) -> None:
         while self._places or self._known.silent:
             await asyncio.sleep(_LOOK_SECONDS)
             now = asyncio.get_running_loop().time()
             for replica in self._to_be_asked(now):
-                if replica not in self._questions and now - self._asked.get(replica, 0.0) >= SILENCE_SECONDS:
-                    self._asked[replica] = now
+                if replica not in self._questions and now - self._last_questions.get(replica, 0.0) >= SILENCE_SECONDS:
+                    self._last_questions[replica] = now
                     self._questions[replica] = asyncio.create_task(self._question(replica))
             if self._known.silent:
                 self._call_back(now)
         self._looking = None
-        self._heard.clear()
-        self._asked.clear()
+        self._last_signs.clear()
+        self._last_questions.clear()
 
     def _to_be_asked(self, now: float) -> set[str]:
         """Silent replicas with turns; those that failed, in case they are well again; and all, if a turn is on its way
@@ -130,7 +130,9 @@ class ReplicaWatch:
         horizon = now - SILENCE_SECONDS
         if any(place.replica is None and place.since < horizon for place in self._places):
             return set(self._known.running)
-        return {r for r in self._with_turns() & self._known.running if self._heard[r] < horizon} | self._known.silent
+        return {
+            r for r in self._with_turns() & self._known.running if self._last_signs[r] < horizon
+        } | self._known.silent
 
     def _with_turns(self) -> set[str]:
         return {place.replica for place in self._places if place.replica is not None}
@@ -164,7 +166,7 @@ class ReplicaWatch:
     def _deaf_or_heard(self, replica: str, begun: float) -> bool:
         """This process could hear no answer since its own event loop stood still, or it heard the replica meanwhile."""
         late = asyncio.get_running_loop().time() - begun > ANSWER_SECONDS + 1.0
-        return late or self._heard.get(replica, 0.0) > begun
+        return late or self._last_signs.get(replica, 0.0) > begun
 
     def _give_up(self, replica: str, news: bool) -> None:
         places = [place for place in self._places if place.replica == replica]

@@ -126,8 +126,8 @@ class Exchange:
             return event(error.envelope())
         numbers = _SEQUENCE_NUMBER.findall(self._last)
         number = int(numbers[-1]) + 1 if numbers else 0
-        said: dict[str, object] = {"code": error.code, "message": error.message, "param": error.param}
-        return event({"type": "error", **said, "sequence_number": number})
+        content: dict[str, object] = {"code": error.code, "message": error.message, "param": error.param}
+        return event({"type": "error", **content, "sequence_number": number})
 
 
 async def _next(receive: Receive) -> Message:

@@ -28,17 +28,17 @@ class Front:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        asked = read_headers(scope["headers"])
+        incoming = read_headers(scope["headers"])
         # A copy: the server goes by its own scope when it writes the answer.
-        inner = {**scope, "headers": asked.headers}
+        inner = {**scope, "headers": incoming.headers}
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope["type"] == "websocket" or path == SERVES_HEALTH:
             await self._app(inner, receive, send)
             return
-        exchange = Exchange(scope, receive, send, asked.request_id, self._limits.body_bytes)
+        exchange = Exchange(scope, receive, send, incoming.request_id, self._limits.body_bytes)
         counted = path not in OPEN_PATHS
-        if isinstance(asked.timeout, ApiError):
-            await exchange.refuse(asked.timeout)
+        if isinstance(incoming.timeout, ApiError):
+            await exchange.refuse(incoming.timeout)
         elif path == _SERVES_ROUTES:
             await exchange.refuse(unknown_url(f"{scope['method']} {path}"))
         elif not _is_served(self._app, path):
@@ -49,7 +49,7 @@ class Front:
         else:
             self._open += counted
             try:
-                await exchange.run(self._app, inner, asked.timeout)
+                await exchange.run(self._app, inner, incoming.timeout)
             finally:
                 self._open -= counted
 

@@ -49,8 +49,8 @@ class ProxyLimits:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ProxyLimits:
         """Raises ValueError, which names the variable."""
-        found = {field.name: environment.get(variable(field.name)) for field in fields(cls)}
-        return cls(**{name: _positive(name, text) for name, text in found.items() if text is not None})
+        values = {field.name: environment.get(variable(field.name)) for field in fields(cls)}
+        return cls(**{name: _positive(name, text) for name, text in values.items() if text is not None})
 
 
 def variable(field: str) -> str:

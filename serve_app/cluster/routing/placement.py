@@ -164,5 +164,5 @@ def _from_home(
     remembered = [r for r in rank if r == table_home and r not in opened + holders]
     order = opened + holders + remembered
     reasons = ((opened, Reason.OPEN), (holders, Reason.RESIDENT), (remembered, Reason.TABLE))
-    reason = next((reason for found, reason in reasons if found), Reason.RENDEZVOUS)
+    reason = next((reason for holds, reason in reasons if holds), Reason.RENDEZVOUS)
     return order + [r for r in rank if r not in order], reason

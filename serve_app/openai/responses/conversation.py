@@ -23,8 +23,8 @@ from serve_app.text.chat_template import CalledFunction, Message, ToolCall
 def messages_of(items: Sequence[Item]) -> tuple[KeptMessage, ...]:
     """Calls that were cut are left out, and so is reasoning."""
     messages: list[KeptMessage] = []
-    said = (item for item in items if not isinstance(item, Reasoning))
-    for are_calls, group in groupby(said, lambda item: isinstance(item, FunctionCall)):
+    spoken = (item for item in items if not isinstance(item, Reasoning))
+    for are_calls, group in groupby(spoken, lambda item: isinstance(item, FunctionCall)):
         if not are_calls:
             messages += [_message(item) for item in group if isinstance(item, InputMessage | FunctionCallOutput)]
             continue

@@ -38,7 +38,7 @@ class ResponseFormat:
     created: int = field(default_factory=now)
     _message_id: str = field(default_factory=lambda: new_id("msg"))
     _output: Output = field(init=False)
-    _sent: int = 0
+    _events_sent: int = 0
 
     def __post_init__(self) -> None:
         self._output = Output(self._message_id)
@@ -67,8 +67,8 @@ class ResponseFormat:
     def failed(self, error: ApiError) -> bytes:
         # The API has one code for all that is the server's to mend.
         code = "server_error" if error.type == SERVER_ERROR else error.code
-        said: dict[str, object] = {"code": code, "message": error.message}
-        whole = self._response(FAILED, output=self._output.items(INCOMPLETE), error=said)
+        content: dict[str, object] = {"code": code, "message": error.message}
+        whole = self._response(FAILED, output=self._output.items(INCOMPLETE), error=content)
         return self._events({"type": "response.failed", "response": whole})
 
     def whole(self, answers: Sequence[Piece], finished: Finished) -> dict[str, object]:
@@ -132,7 +132,7 @@ class ResponseFormat:
         }
 
     def _events(self, *events: Event) -> bytes:
-        first, self._sent = self._sent, self._sent + len(events)
+        first, self._events_sent = self._events_sent, self._events_sent + len(events)
         return b"".join(event({**one, "sequence_number": number}) for number, one in enumerate(events, first))
 
 

@@ -59,8 +59,8 @@ async def kept_events(
                     answers = joined(pieces, 1)
                     whole = form.whole(answers, event)
                     shown = as_json(whole)
-                    kept = replace(record, answer=answer_of(answers[0]), shown=shown, items=kept_items(shown, whole))
-                    await services.store.put(kept)
+                    stored = replace(record, answer=answer_of(answers[0]), shown=shown, items=kept_items(shown, whole))
+                    await services.store.put(stored)
                 yield event
 
 

@@ -93,8 +93,8 @@ class MemoryResponseStore:
         running = self._find_running(tenant, response_id)
         if running is not None:
             return running.response.shown
-        found = self._find(tenant, response_id)
-        return None if found is None else found.shown
+        response = self._find(tenant, response_id)
+        return None if response is None else response.shown
 
     async def history(self, tenant: str, response_id: str, most_bytes: int) -> History | None:
         chain, missing = self._chain(tenant, response_id)
@@ -110,12 +110,12 @@ class MemoryResponseStore:
         last = self._find(tenant, response_id)
         if last is None:
             return [], response_id
-        kept = self._conversations[self._roots[last.id]].responses
+        responses = self._conversations[self._roots[last.id]].responses
         chain = [last]
         while (previous := chain[-1].previous) is not None:
-            if previous not in kept:
+            if previous not in responses:
                 return chain, previous
-            chain.append(kept[previous])
+            chain.append(responses[previous])
         return chain, None
 
     async def lost(self, tenant: str, some_id: str) -> bool:
@@ -127,11 +127,11 @@ class MemoryResponseStore:
         texts: list[str] = []
         size, session_id = 0, None
         for item_id in item_ids:
-            found = self._find(tenant, self._makers.get(item_id, ""))
-            if found is None:
+            response = self._find(tenant, self._makers.get(item_id, ""))
+            if response is None:
                 return FoundItems(missing=item_id)
-            text = next(found.shown[item.begin : item.end] for item in found.items if item.id == item_id)
-            size, session_id = size + len(text.encode()), found.session_id
+            text = next(response.shown[item.begin : item.end] for item in response.items if item.id == item_id)
+            size, session_id = size + len(text.encode()), response.session_id
             if size <= most_bytes:
                 texts.append(text)
         return FoundItems(tuple(texts) if size <= most_bytes else (), size, session_id=session_id)
@@ -164,11 +164,11 @@ class MemoryResponseStore:
         root = self._roots.get(response_id)
         if root is None:
             return None
-        found = self._conversations[root].responses[response_id]
-        if found.tenant != tenant:
+        response = self._conversations[root].responses[response_id]
+        if response.tenant != tenant:
             return None
         self._use(root)
-        return found
+        return response
 
     def _use(self, root: str) -> None:
         self._conversations[root].last_used = self._clock()

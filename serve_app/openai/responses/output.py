@@ -88,9 +88,9 @@ class Output:
         """`status`: of a message; a call has its own."""
         if self._calls:
             call = self._calls[-1]
-            done = self._arguments_event("done", name=call.begun.name, arguments=call.arguments)
+            event = self._arguments_event("done", name=call.begun.name, arguments=call.arguments)
             item = call.item()
-            return [done, {"type": "response.output_item.done", "output_index": self._last_index, "item": item}]
+            return [event, {"type": "response.output_item.done", "output_index": self._last_index, "item": item}]
         if self._text is None:
             return []
         text, item = "".join(self._text), self._message(status)

@@ -88,17 +88,17 @@ def prepare_response(
     tools = [function.described() for function in body.functions]
     blamed = body.blamed_for_length
     prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools, length_param=blamed)
-    asked = RequestPrompt(prompt, blamed, conversation_opening(messages))
+    part = RequestPrompt(prompt, blamed, conversation_opening(messages))
     response_id = new_id("resp")
     # The first of a chain names the session of all. Items that are referred to are of the chain, too.
     session = history.session_id if history is not None else items.session_id
     chain = session if session is not None else response_id if body.stored else None
-    identity = identity_of(desk, body, circumstances, [model, *asked.opening], chain)
+    identity = identity_of(desk, body, circumstances, [model, *part.opening], chain)
     sampling = sampling_of(body, settings)
     # What a response says of its request is all but the input, which may be long.
     shown = body.model_copy(update={"input": []})
     writes = partial(_format, shown, model, sampling.temperature, sampling.top_p, response_id)
-    ready = prepared(desk, body, circumstances, [(asked, identity)], writes)
+    ready = prepared(desk, body, circumstances, [(part, identity)], writes)
     keeping = None
     if body.stored:
         assert identity.session_id is not None

@@ -84,8 +84,8 @@ class StoredResponse:
 
     @property
     def bytes(self) -> int:
-        said = sum(message.bytes for message in (*self.messages, self.answer))
-        return RECORD_BYTES + len(self.shown.encode()) + said + ITEM_BYTES * len(self.items)
+        spoken = sum(message.bytes for message in (*self.messages, self.answer))
+        return RECORD_BYTES + len(self.shown.encode()) + spoken + ITEM_BYTES * len(self.items)
 
 
 @dataclass(frozen=True, slots=True)

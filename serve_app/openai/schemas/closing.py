@@ -40,7 +40,7 @@ class _Closing:
         self._spared: set[int] = set()  # parts that may not be closed by themselves
 
     def wholes(self) -> Iterator[Schema]:
-        waiting, seen = [(self._document, True)], {id(self._document)}
+        waiting, visited = [(self._document, True)], {id(self._document)}
         while waiting:
             schema, whole = waiting.pop()
             if whole:
@@ -53,8 +53,8 @@ class _Closing:
             if (target := referred(self._document, schema)) is not None:
                 below.append((target, True))
             for held, is_whole in below:
-                if id(held) not in seen:
-                    seen.add(id(held))
+                if id(held) not in visited:
+                    visited.add(id(held))
                     waiting.append((held, is_whole))
 
     def spare_parts(self, schema: Schema) -> None:
@@ -135,13 +135,13 @@ class _Closing:
 
     def _members(self, schema: Schema) -> Iterator[Schema]:
         """It and all that holds, or may hold, for the same value."""
-        waiting, seen = [schema], {id(schema)}
+        waiting, visited = [schema], {id(schema)}
         while waiting:
             one = waiting.pop()
             yield one
             for part in (*self._together(one), *self._choices(one)):
-                if id(part) not in seen:
-                    seen.add(id(part))
+                if id(part) not in visited:
+                    visited.add(id(part))
                     waiting.append(part)
 
     def _names(self, schema: Schema) -> Names:

@@ -56,12 +56,12 @@ def _kept(schema: Schema, lenient: bool, closes: bool) -> KeptSchema:
     left_out: tuple[str, ...] = ()
     if (reason := refusal(schema)) is not None:
         small = len(_styled(schema, lenient)) <= LARGEST
-        found = dict(faults(schema, refusal, MOST_LEFT_OUT if lenient else 1)) if small else {}
+        places = dict(faults(schema, refusal, MOST_LEFT_OUT if lenient else 1)) if small else {}
         if not lenient:
-            raise UnusableGrammar(GrammarKind.JSON_SCHEMA, _placed(found, reason))
-        rest = without(schema, set(found))
-        whole = bool(found) and refusal(rest) is None
-        schema, left_out = (rest, tuple(map(_shown, found))) if whole else (_ANY_OBJECT, ("",))
+            raise UnusableGrammar(GrammarKind.JSON_SCHEMA, _placed(places, reason))
+        rest = without(schema, set(places))
+        whole = bool(places) and refusal(rest) is None
+        schema, left_out = (rest, tuple(map(_shown, places))) if whole else (_ANY_OBJECT, ("",))
     if closes:
         closed: Schema = json.loads(json.dumps(schema))
         close(closed)
@@ -74,8 +74,8 @@ def _styled(schema: Schema, lenient: bool) -> str:
     return json.dumps(schema | {"x-guidance": JSON_STYLE | {"lenient": lenient}}, ensure_ascii=False)
 
 
-def _placed(found: dict[Place, str], reason: str) -> str:
-    for place, why in found.items():
+def _placed(places: dict[Place, str], reason: str) -> str:
+    for place, why in places.items():
         shown = _shown(place)
         return why if why.startswith(shown) else f"{shown}: {why}"
     return reason

@@ -123,28 +123,28 @@ def _whole(place: Place) -> Place:
     return (*place, "")
 
 
-def _restricted(schema: Schema, place: Place, wanted: Callable[[Place], bool]) -> Schema:
-    made: Schema = {}
+def _restricted(schema: Schema, place: Place, keeps: Callable[[Place], bool]) -> Schema:
+    restricted: Schema = {}
     for keyword, value in schema.items():
         here = (*place, keyword)
-        if not wanted(here):
+        if not keeps(here):
             continue
         if keyword in SINGLE and isinstance(value, dict):
-            made[keyword] = _restricted(value, here, wanted)
+            restricted[keyword] = _restricted(value, here, keeps)
         elif keyword in NAMED and isinstance(value, dict):
-            made[keyword] = {name: _part(part, (*here, name), wanted) for name, part in value.items()}
+            restricted[keyword] = {name: _part(part, (*here, name), keeps) for name, part in value.items()}
         elif keyword in LISTED and isinstance(value, list):
-            parts = [_part(part, (*here, i), wanted) for i, part in enumerate(value)]
-            if keyword != _EXACTLY_ONE or wanted(_whole(here)):
-                made[keyword] = parts
+            parts = [_part(part, (*here, i), keeps) for i, part in enumerate(value)]
+            if keyword != _EXACTLY_ONE or keeps(_whole(here)):
+                restricted[keyword] = parts
             elif "anyOf" not in schema:
-                made["anyOf"] = parts
+                restricted["anyOf"] = parts
         else:
-            made[keyword] = value
-    return made
+            restricted[keyword] = value
+    return restricted
 
 
-def _part(part: object, place: Place, wanted: Callable[[Place], bool]) -> object:
+def _part(part: object, place: Place, keeps: Callable[[Place], bool]) -> object:
     if isinstance(part, dict):
-        return _restricted(part, place, wanted)
-    return part if isinstance(part, bool) or wanted(place) else True
+        return _restricted(part, place, keeps)
+    return part if isinstance(part, bool) or keeps(place) else True

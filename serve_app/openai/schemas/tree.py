@@ -53,16 +53,16 @@ def referred(document: Schema, schema: Schema) -> Schema | None:
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: object = document
+    part: object = document
     for step in reference[1:].split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
+        if isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+            part = part[int(name)]
+        elif isinstance(part, dict) and name in part:
+            part = part[name]
         else:
             return None
-    return found if isinstance(found, dict) else None
+    return part if isinstance(part, dict) else None
 
 
 def without_annotations(schema: Schema) -> Schema:

@@ -50,7 +50,7 @@ class JobAgainstApi:
         transport = httpx.MockTransport(api)
         with Journal(self.output) as journal:
             async with httpx.AsyncClient(transport=transport, base_url="http://batch") as http:
-                await run_batch(lines, journal, http, concurrency=concurrency, tries=tries, told=self.told.append)
+                await run_batch(lines, journal, http, concurrency=concurrency, tries=tries, on_line=self.told.append)
             return journal.finish(lines)
 
     def written(self) -> list[dict[str, Any]]:
