@@ -282,7 +282,7 @@ class Engine:
         """All work waits for memory that dormant requests hold: said once a call, never mistaken for no work (F117)."""
         blocks = max(deferral.missing_blocks for deferral in plan.deferrals)
         slots = max(deferral.missing_slots for deferral in plan.deferrals)
-        self._events.push(
+        self._events.append(
             EngineEvent(
                 EventFlags.CAPACITY_BLOCKED,
                 error_code=ErrorCode.DEFERRED,
@@ -298,14 +298,14 @@ class Engine:
         error = EngineUnhealthy(message)
         error.__cause__ = cause
         if not self._lifecycle.stop(error):
-            self._events.push(
+            self._events.append(
                 EngineEvent(EventFlags.FAILED, error_code=ErrorCode.FATAL, message=message, outcome=outcome)
             )
         return outcome
 
     def _report_abort(self, flags: EventFlags, code: int, outcome: StepOutcome, cause: BaseException) -> StepOutcome:
         message = f"{outcome.value} in transaction {self._transaction_id}. Cause: {type(cause).__name__}: {cause}"
-        self._events.push(EngineEvent(flags, error_code=code, message=message, outcome=outcome))
+        self._events.append(EngineEvent(flags, error_code=code, message=message, outcome=outcome))
         return outcome
 
     def _raise_if_unhealthy(self) -> None:

@@ -203,7 +203,7 @@ class Lifecycle:
         flags = EventFlags.TURN_FINISHED
         if reason is FinishReason.FAILED:
             flags |= EventFlags.FAILED
-        self.events.push(
+        self.events.append(
             EngineEvent(
                 flags,
                 record,

@@ -86,7 +86,7 @@ class EventQueue:
             if event.record is not None:
                 event.record.pending_events += 1
 
-    def push(self, event: EngineEvent) -> None:
+    def append(self, event: EngineEvent) -> None:
         self._events.append(event)
         if event.record is not None:
             event.record.pending_events += 1

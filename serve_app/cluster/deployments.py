@@ -253,7 +253,7 @@ class EngineDeployment:
             task.cancel()
         handover, actor = getattr(self, "_handover", None), getattr(self, "_actor", None)
         if handover is not None:
-            await handover.finish()
+            await handover.hand_over_rest()
         if actor is not None:
             await actor.stop()
 

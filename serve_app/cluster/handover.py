@@ -96,7 +96,7 @@ class Handover:
         elif self._was_in:
             self._taken_out.set()
 
-    async def finish(self) -> None:
+    async def hand_over_rest(self) -> None:
         """The last conversations go; the time for it is bounded, for there may be nobody who takes them. Where it ends
         before all of them are gone, the others get as much time again to go without their caches."""
         for most_bytes in (_MOST_BYTES, 0):

@@ -33,7 +33,7 @@ class TurnSlots:
             raise retry_later(429, message, "too_many_turns", after)
 
     @contextmanager
-    def take(self, tenant: str) -> Iterator[None]:
+    def occupy(self, tenant: str) -> Iterator[None]:
         """A place for the time of the block. Raises ApiError 429 where none is left."""
         self.check(tenant)
         slot = _Slot(tenant)

@@ -93,7 +93,7 @@ def run(options: BatchOptions, flags: Mapping[str, Any]) -> int:
             _announce(output, before, total)
             if before < total:
                 _answer(Batch(options, args, journal, before, total))
-            counts = journal.finish(read_lines(source))
+            counts = journal.write_output(read_lines(source))
         except (StartFailed, ModelStoreError, ConnectionError) as error:
             fail(str(error))
             return 2 if isinstance(error, NoSuchModel | BadAddress) else 1

@@ -107,7 +107,7 @@ class Journal:
         self._file.flush()
         self._positions[line.number, line.digest] = begin
 
-    def finish(self, lines: Iterable[Line]) -> Counts:
+    def write_output(self, lines: Iterable[Line]) -> Counts:
         """Writes the output, all of it or nothing, and ends the journal. Raises JournalError if a line is not done."""
         counts = Counts()
         with self._new.open("wb") as file:

@@ -89,7 +89,7 @@ class ChoiceText:
             return Piece(self._index, shown, calls=tuple(calls))
         if self._places is None:
             return Piece(self._index, text)
-        offsets = self._places.take()
+        offsets = self._places.drain()
         return Piece(self._index, text, tuple(PlacedToken(self._logprobs.popleft(), at) for at in offsets))
 
 

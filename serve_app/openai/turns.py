@@ -69,7 +69,7 @@ async def answer_events(
     """
     cancellation = cancellation or Cancellation()
     answer = _Answer(services, turn)
-    with services.slots.take(turn.tenant):
+    with services.slots.occupy(turn.tenant):
         # Closing it is part of the contract, though its type says no more than AsyncIterator.
         deltas = cast(
             AsyncGenerator[TurnDelta, None],
@@ -80,7 +80,7 @@ async def answer_events(
             accepted = await _accepted(deltas, turn, services.settings)
             yield accepted
             while answer.open and (delta := await cancellation.next(deltas)) is not None:
-                events = answer.take(delta)
+                events = answer.apply(delta)
                 if not answer.open:
                     last = events
                     break
@@ -112,7 +112,7 @@ class _Answer:
     def open(self) -> bool:
         return len(self._reasons) < len(self._texts)
 
-    def take(self, delta: TurnDelta) -> list[AnswerEvent]:
+    def apply(self, delta: TurnDelta) -> list[AnswerEvent]:
         """Of a choice that has ended, by a stop string or by itself, nothing more is told: the engine can't cancel one
         choice alone."""
         if not isinstance(delta, TurnTokens | TurnEnded):

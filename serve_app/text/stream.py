@@ -102,7 +102,7 @@ class TokenPlaces:
             self._out += [start for start, _ in self._waiting if start < shown]
             self._waiting.clear()
 
-    def take(self) -> list[int]:
+    def drain(self) -> list[int]:
         """The first character of each token whose text went out since the last call, in order."""
         out, self._out = self._out, []
         return out

@@ -93,14 +93,14 @@ def test_other_routes_need_no_place(start_server: StartServer) -> None:
 
 def test_slots_are_counted_from_those_that_are_open() -> None:
     slots = TurnSlots(IngressSettings(model_ids=("m",), max_turns=3, max_turns_per_key=2))
-    with slots.take("a"), slots.take("a"):
-        with pytest.raises(ApiError, match="2 turns of this key"), slots.take("a"):
+    with slots.occupy("a"), slots.occupy("a"):
+        with pytest.raises(ApiError, match="2 turns of this key"), slots.occupy("a"):
             pass
-        with slots.take("b"):
+        with slots.occupy("b"):
             assert slots.open_turns() == {"a": 2, "b": 1}
-            with pytest.raises(ApiError, match="as many turns"), slots.take("c"):
+            with pytest.raises(ApiError, match="as many turns"), slots.occupy("c"):
                 pass
-        with pytest.raises(ZeroDivisionError), slots.take("b"):
+        with pytest.raises(ZeroDivisionError), slots.occupy("b"):
             raise ZeroDivisionError
     assert slots.open_turns() == {}
 

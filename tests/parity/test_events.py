@@ -344,7 +344,7 @@ def test_a_stopped_engine_does_not_run_when_its_last_events_go_away_with_their_r
     request.begin_turn(P10)
     decoder.fail_next = lambda: RuntimeError("broken")
     engine.run(8)
-    view(engine).events.push(EngineEvent(FINISHED, record_of(request)))
+    view(engine).events.append(EngineEvent(FINISHED, record_of(request)))
     del request
     with pytest.raises(EngineUnhealthy):
         engine.run(8)

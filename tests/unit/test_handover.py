@@ -128,7 +128,7 @@ async def test_once_it_is_taken_out_everything_goes_once_and_again_where_it_has_
     room.dormant = [session("a", 5), session("c")]  # a turn of a has ended, and c's first one
     await settle()
     running.cancel()
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert [(name, length) for name, _, length in room.adopted[2:]] == [("a", 5), ("c", 3)]
 
 
@@ -148,14 +148,14 @@ async def test_a_replica_that_is_lost_while_it_answers_the_first_question_change
 async def test_the_rest_goes_at_the_end_though_nobody_said_before_that_it_comes() -> None:
     room = LeavingReplica(session("a"))
     room.known.set_running(["r", "s"])
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert [name for name, _, _ in room.adopted] == ["a"]
 
 
 async def test_where_no_other_replica_is_nothing_is_tried() -> None:
     room = LeavingReplica(session("a"))
     room.known.set_running(["r"])
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert room.adopted == []
 
 
@@ -163,10 +163,10 @@ async def test_what_fails_is_tried_again_and_holds_nobody_up() -> None:
     room = LeavingReplica(session("dead"), session("deaf"), session("fine"))
     room.outcomes |= {"dead": [ConnectionError("x")], "deaf": [None, False]}
     room.known.set_running(["s"])
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert sorted(name for name, _, _ in room.adopted) == ["dead", "deaf", "fine"]
     assert [answer.cancelled for answer in room.answers] == [True, True, False]
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert sorted(name for name, _, _ in room.adopted[3:]) == ["dead", "deaf"]
     # What made them fail may have been the size of their caches.
     assert room.with_cache == [True, True, True, False, False]
@@ -195,7 +195,7 @@ async def test_what_is_left_when_time_runs_out_goes_without_its_cache(monkeypatc
     room = LeavingReplica(*[session(str(i)) for i in range(10)])
     room.outcomes |= {moved.session_id: [None, True] for moved in room.dormant[:4]}
     room.known.set_running(["s"])
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert [name for name, _, _ in room.adopted[4:]] == [str(i) for i in range(10)]
     assert room.with_cache == [True] * 4 + [False] * 10
 
@@ -209,5 +209,5 @@ async def test_a_session_that_is_dormant_no_more_stays() -> None:
 
     room.take_along = take_along  # type: ignore[method-assign]
     room.known.set_running(["s"])
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert [name for name, _, _ in room.adopted] == ["b"]

@@ -129,7 +129,7 @@ async def test_it_is_gone_whenever_it_was_deleted_and_whoever_heard_of_it(
     await room.at("before")
     if not last:
         await room.handover._hand_over()
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert await room.resident() == {"h": {"kept"}, "s": set()}
     assert not room.hooks and ("deleted" in room.sent) is (moment != "before" and room.exported)
 
@@ -141,7 +141,7 @@ async def test_it_is_gone_if_it_was_deleted_when_it_had_moved(room: ReplicasBehi
         assert f"later{number}" in (await room.resident())["h"]
         for replica in reached:
             await room.actors[replica].close_session("public", f"later{number}")
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert await room.resident() == {"h": {"deleted", "kept"}, "s": set()}
 
 
@@ -155,7 +155,7 @@ async def test_a_turn_that_runs_there_ends_well_and_its_session_stays_behind(
     await room.delete(*reached)
     *_, last = [delta async for delta in running]
     assert getattr(last, "reason", None) is EndReason.LENGTH
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert await room.resident() == {"h": {"kept"}, "s": set()}
 
 
@@ -166,7 +166,7 @@ async def test_what_arrives_after_it_was_taken_back_is_refused(
     room.held = asyncio.Event()
     await room.handover._hand_over()
     await room.delete("s")
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert await room.resident() == {"h": {"kept"}, "s": set()}
     await room.end()
     assert await room.resident() == {"h": {"kept"}, "s": set()}
@@ -181,7 +181,7 @@ async def test_what_has_been_used_since_it_moved_is_not_taken_back(room: Replica
     if not running:
         _ = [delta async for delta in next_turn]
     await room.delete("s")
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     deltas = [delta async for delta in next_turn]
     assert not running or getattr(deltas[-1], "reason", None) is EndReason.LENGTH
     assert await room.resident() == {"h": {"deleted", "kept"}, "s": set()}
@@ -191,7 +191,7 @@ async def test_what_has_been_used_since_it_moved_is_not_taken_back(room: Replica
 async def test_the_old_one_does_not_take_the_place_of_one_that_was_begun_anew(room: ReplicasBehindHandle) -> None:
     await room.delete("h", "s")
     await ask(room.actors["h"], turn([7, 8], 4, "deleted"))
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     [anew] = [s for s in await room.actors["h"].dormant_sessions() if s.session_id == "deleted"]
     assert anew.tokens[:2] == (7, 8)
 
@@ -207,7 +207,7 @@ async def test_a_replica_that_does_not_answer_holds_nothing_up_and_is_asked_for_
     await room.handover._hand_over()
     assert await room.resident() == {"h": {"deleted", "kept"}, "s": set()}, "only s knows, and says nothing"
     room.deaf = set()
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert await room.resident() == {"h": {"kept"}, "s": set()}
 
 
@@ -215,7 +215,7 @@ async def test_the_next_home_may_be_stopped_itself(room: ReplicasBehindHandle) -
     """What `h` was given and hands on is gone as well."""
     await room.handover._hand_over()
     await room.delete("r")
-    await room.handover.finish()
+    await room.handover.hand_over_rest()
     assert room.actors["h"].deleted_sessions(60.0) == [KEY] == room.actors["s"].deleted_sessions(60.0)
 
 

@@ -65,7 +65,7 @@ class Outboxes:
         outbox = self._outboxes[reader] = _Outbox(channel)
         try:
             while True:
-                if batch := outbox.take():
+                if batch := outbox.drain():
                     yield batch
                 elif not await outbox.arrived(IDLE_SECONDS) and not outbox.turns:
                     return
@@ -115,7 +115,7 @@ class _Outbox:
         self._batch.append((number, pack(delta)))
         self._arrival.set()
 
-    def take(self) -> Batch:
+    def drain(self) -> Batch:
         batch, self._batch = self._batch, []
         self._arrival.clear()
         if batch:

@@ -39,7 +39,7 @@ class Progress:
         """What the next replica is asked: the turn itself, or what is left of it."""
         return self._request if self.accepted is None else self._request.resumed(self._tokens)
 
-    def take(self, delta: TurnDelta) -> TurnDelta | None:
+    def apply(self, delta: TurnDelta) -> TurnDelta | None:
         """What the caller is told of a replica's delta. A second acceptance is none of his business, and the end has
         the counts of the first."""
         if isinstance(delta, TurnAccepted):

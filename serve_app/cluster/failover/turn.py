@@ -109,7 +109,7 @@ class FailoverTurn:
             try:
                 async with aclosing(self._attempt()) as deltas:
                     async for delta in deltas:
-                        if (shown := progress.take(delta)) is not None:
+                        if (shown := progress.apply(delta)) is not None:
                             yield shown
                         else:
                             self._note_resumption()

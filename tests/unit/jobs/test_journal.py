@@ -38,7 +38,7 @@ def test_lines_done_in_any_order_are_written_in_that_of_the_input(tmp_path: Path
             journal.add(line, record(line))
             assert journal.has(line)
         assert not output.exists()
-        assert journal.finish(LINES) == Counts(answered=len(LINES))
+        assert journal.write_output(LINES) == Counts(answered=len(LINES))
     assert written(output) == [record(line) for line in LINES]
     assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
 
@@ -59,7 +59,7 @@ def test_a_journal_that_was_cut_anywhere_is_gone_on_from(cut: int) -> None:
             assert done == LINES[: whole[:cut].count(b"\n")]
             for line in LINES[len(done) :]:
                 journal.add(line, record(line))
-            journal.finish(LINES)
+            journal.write_output(LINES)
         assert written(output) == [record(line) for line in LINES]
 
 
@@ -73,7 +73,7 @@ def test_a_record_counts_with_the_end_of_its_line(tmp_path: Path) -> None:
         assert not journal.has(LINES[0])
         for line in LINES:
             journal.add(line, record(line))
-        journal.finish(LINES)
+        journal.write_output(LINES)
     assert written(output) == [record(line) for line in LINES]
 
 
@@ -94,7 +94,7 @@ def test_what_a_full_disk_has_taken_is_kept(tmp_path: Path) -> None:
         assert 0 < len(done) < len(LINES)
         for line in LINES[len(done) :]:
             journal.add(line, record(line))
-        journal.finish(LINES)
+        journal.write_output(LINES)
     assert written(output) == [record(line) for line in LINES]
 
 
@@ -110,10 +110,10 @@ def test_an_input_that_has_grown_meanwhile_is_said_and_nothing_is_lost(tmp_path:
     with Journal(tmp_path / "out.jsonl") as journal:
         journal.add(LINES[0], record(LINES[0]))
         with pytest.raises(JournalError, match="line 2 is new"):
-            journal.finish(LINES[:2])
+            journal.write_output(LINES[:2])
     with Journal(tmp_path / "out.jsonl") as journal:
         assert journal.has(LINES[0])
-        journal.finish(LINES[:1])
+        journal.write_output(LINES[:1])
 
 
 def test_a_line_that_has_changed_is_not_done(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_an_output_that_is_there_is_recognized_or_left_alone(tmp_path: Path) -> 
     with Journal(output) as journal:
         for line in LINES:
             journal.add(line, record(line))
-        journal.finish(LINES)
+        journal.write_output(LINES)
     assert finished_before(output, ids)
     with pytest.raises(JournalError, match=r"out\.jsonl exists"):
         finished_before(output, ids[1:])

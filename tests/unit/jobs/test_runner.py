@@ -51,7 +51,7 @@ class JobAgainstApi:
         with Journal(self.output) as journal:
             async with httpx.AsyncClient(transport=transport, base_url="http://batch") as http:
                 await run_batch(lines, journal, http, concurrency=concurrency, tries=tries, on_line=self.told.append)
-            return journal.finish(lines)
+            return journal.write_output(lines)
 
     def written(self) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self.output.read_bytes().splitlines()]

@@ -140,11 +140,11 @@ def test_places_of_tokens_do_not_depend_on_how_they_arrive(
         while at < len(ids) and not answer.stopped:
             size = sizes[turn % len(sizes)]
             text += answer.push(ids[at : at + size])
-            out += places.take()
+            out += places.drain()
             at, turn = at + size, turn + 1
         if not answer.stopped:
             text += answer.finish()
-        return text, out + places.take(), answer
+        return text, out + places.drain(), answer
 
     text, out, answer = told(sizes)
     again, same, _ = told([1])
