@@ -255,12 +255,12 @@ def _mark_if_right(folder: Path, model: KnownModel, progress: FetchProgress) -> 
     path = folder / _FILE
     if not path.is_file() or path.stat().st_size != model.size:
         return False
-    digest, done = hashlib.sha256(), 0
+    digest, read_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
-            done += len(chunk)
-            progress("verify", done, model.size)
+            read_bytes += len(chunk)
+            progress("verify", read_bytes, model.size)
     if digest.hexdigest() != model.sha256:
         return False
     _write_marker(folder, model)

@@ -157,7 +157,7 @@ class Grammars:
         """As the latest one. It stays even if it alone is more than may be kept."""
         self._kept[grammar.spec] = grammar
         self._kept.move_to_end(grammar.spec)
-        seconds = sum(kept.seconds for kept in self._kept.values())
+        seconds = sum(cached.seconds for cached in self._kept.values())
         while len(self._kept) > 1 and (len(self._kept) > KEPT_GRAMMARS or seconds > KEPT_SECONDS):
             seconds -= self._kept.popitem(last=False)[1].seconds
 

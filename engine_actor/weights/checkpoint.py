@@ -75,9 +75,11 @@ class Checkpoint(ABC):
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.names:
             raise UnsupportedModel(self.path, f"tensor {name!r} is missing")
-        found = self._shape(name)
-        if found != shape:
-            raise UnsupportedModel(self.path, f"tensor {name!r} has shape {found}, the configuration wants {shape}")
+        file_shape = self._shape(name)
+        if file_shape != shape:
+            raise UnsupportedModel(
+                self.path, f"tensor {name!r} has shape {file_shape}, the configuration wants {shape}"
+            )
 
     def _note(self, name: str, form: str, *parts: torch.Tensor) -> None:
         """Counts the tensor as read, and adds it to the fingerprint."""

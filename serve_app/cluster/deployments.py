@@ -126,8 +126,8 @@ class EngineDeployment:
                         yield delta
 
     async def _ask_who_has(self, first: str, key: str, avoid: Collection[str]) -> str | None:
-        asked = self._control.ask(first, "claim", key, self._replica, tuple(avoid), seconds=CLAIM_ANSWER_SECONDS)
-        home: str | None = await asked
+        question = self._control.ask(first, "claim", key, self._replica, tuple(avoid), seconds=CLAIM_ANSWER_SECONDS)
+        home: str | None = await question
         return home
 
     async def claim(self, key: str, claimant: str, avoid: tuple[str, ...], only: str) -> str | None:
@@ -140,8 +140,8 @@ class EngineDeployment:
         if only == self._replica:
             with self._leases.hold(reader) as lease:
                 async with (
-                    aclosing(self._outboxes.read(reader, number)) as sent,
-                    aclosing(lease.items(sent)) as batches,
+                    aclosing(self._outboxes.read(reader, number)) as outgoing,
+                    aclosing(lease.items(outgoing)) as batches,
                 ):
                     async for batch in batches:
                         yield batch

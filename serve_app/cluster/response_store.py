@@ -38,25 +38,25 @@ class HandleResponseStore:
         self._timeout = timeout
 
     async def hold(self, running: StoredResponse, cancelled: str) -> AsyncGenerator[bool, None]:
-        known = False
+        announced = False
         while True:
             response = self._holding.remote(running, cancelled)
-            done = False
+            ended = False
             try:
                 try:
                     async with asyncio.timeout(self._timeout):
                         await anext(response)
                 except _LOST as error:
                     raise _unavailable(error) from error
-                if not known:
-                    known = True
+                if not announced:
+                    announced = True
                     yield False
                 async for _ in response:
                     yield True
                     return
-                done = True  # its lease is over: once more
+                ended = True  # its lease is over: once more
             finally:
-                if not done:
+                if not ended:
                     with contextlib.suppress(Exception):  # of a call that nobody could take, it raises why once more
                         response.cancel()
 

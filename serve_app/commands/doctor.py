@@ -77,9 +77,9 @@ def _start(options: Options) -> Iterator[Finding]:
         yield Finding(Mark.BAD, "settings", str(error))
         return
     yield Finding(Mark.GOOD, "settings", f"model {args.model}, {len(keys)} API keys")
-    known = KNOWN_MODELS.get(args.model)
-    if known is not None and cached_path(known) is None:
-        size = f"{known.download_bytes / 1e6:.0f} MB"
+    package = KNOWN_MODELS.get(args.model)
+    if package is not None and cached_path(package) is None:
+        size = f"{package.download_bytes / 1e6:.0f} MB"
         yield Finding(Mark.NOTE, "model", f"{args.model} is not here yet; the first start fetches {size}")
         return
     try:
@@ -102,13 +102,15 @@ def _versions() -> Iterator[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         try:
-            found = importlib.metadata.version(requirement.name)
+            installed_version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(Mark.BAD, requirement.name, f"not installed; wanted {requirement}")
             continue
-        fits = requirement.specifier.contains(found, prereleases=True)
+        fits = requirement.specifier.contains(installed_version, prereleases=True)
         yield Finding(
-            Mark.GOOD if fits else Mark.BAD, requirement.name, found if fits else f"{found}; wanted {requirement}"
+            Mark.GOOD if fits else Mark.BAD,
+            requirement.name,
+            installed_version if fits else f"{installed_version}; wanted {requirement}",
         )
 
 

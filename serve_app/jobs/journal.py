@@ -132,9 +132,9 @@ def finished_before(output: Path, ids: Iterable[str]) -> bool:
     if not output.exists():
         return False
     try:
-        found = [json.loads(text)["id"] for text in output.read_bytes().splitlines()]
+        output_ids = [json.loads(text)["id"] for text in output.read_bytes().splitlines()]
     except (ValueError, KeyError, TypeError):
-        found = []
-    if found == list(ids):
+        output_ids = []
+    if output_ids == list(ids):
         return True
     raise JournalError(f"{output} exists and is not the output of this input: remove it, or choose another --output")

@@ -108,8 +108,8 @@ def answered(line: Line, call: Call, status: int, request_id: str, body: dict[st
     """The output line of a call that the API has answered."""
     error = None
     if status != 200:
-        told = body.get("error", {})
-        error = {"code": told.get("code") or str(status), "message": told.get("message", f"status {status}")}
+        api_error = body.get("error", {})
+        error = {"code": api_error.get("code") or str(status), "message": api_error.get("message", f"status {status}")}
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _output(line, call.custom_id, response, error)
 

@@ -151,17 +151,17 @@ class PoolClient:
     async def _run(self, engine: _Engine, request: TurnRequest) -> list[TurnDelta]:
         """Raises _EngineLost with the reason."""
         answer = engine.actor.run_turn.remote(request)
-        done = False
+        ended = False
         engine.open += 1
         try:
             deltas: list[TurnDelta] = await answer
-            done = True
+            ended = True
         except RayActorError as error:
-            done = True
+            ended = True
             raise _EngineLost(_first_line(error), process_is_there=False) from None
         finally:
             engine.open -= 1
-            if not done:
+            if not ended:
                 ray.cancel(answer)
         if (failure := _failure(deltas[-1])) is not None:
             raise _EngineLost(failure, process_is_there=True)
@@ -249,10 +249,12 @@ async def start_pool(args: AppArgs, on_ready: Callable[[int], None]) -> PoolClie
     limits: list[int] = []
     try:
         while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=_PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            limits += [task.result() for task in done]
+            started, waiting = await asyncio.wait(
+                waiting, timeout=_PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            limits += [task.result() for task in started]
             on_ready(len(limits))
-            if not done:
+            if not started:
                 say(_still_waiting(len(limits), args.replicas, resources))
     except RayError as error:
         cause = error.cause if isinstance(error, RayTaskError) else error

@@ -63,35 +63,35 @@ async def read(
     parse: Callable[[Desk, bytes], B],
     data: bytes,
     prepare: Callable[..., T],
-    *given: object,
+    *extra: object,
 ) -> T:
     """`size`: bytes of all that is to be read. Raises ApiError; ClientGone for a client that has left meanwhile."""
     if size > INLINE_BYTES:
-        return await read_here_or_aside(request, services, size, _read_whole, parse, data, prepare, *given)
+        return await read_here_or_aside(request, services, size, _read_whole, parse, data, prepare, *extra)
     body = parse(services.desk, data)
     if has_grammar(body):
         # Reading a grammar can take longer than a step of everyone's streams. Meanwhile other threads run.
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(_GRAMMAR_CHECKS, answer_grammar, body, services.settings)
-    return prepare(services.desk, body, *given)
+    return prepare(services.desk, body, *extra)
 
 
 async def read_here_or_aside(
-    request: Request, services: Services, size: int, job: Callable[..., T], *given: object
+    request: Request, services: Services, size: int, job: Callable[..., T], *extra: object
 ) -> T:
-    """`job` for a desk and `given`: here or, if it reads more than INLINE_BYTES, in the side process. Raises ApiError;
+    """`job` for a desk and `extra`: here or, if it reads more than INLINE_BYTES, in the side process. Raises ApiError;
     ClientGone for a client that has left meanwhile."""
     if size > INLINE_BYTES:
-        return await until_disconnect(request.receive, services.side.run(job, *given, size=size))
-    return job(services.desk, *given)
+        return await until_disconnect(request.receive, services.side.run(job, *extra, size=size))
+    return job(services.desk, *extra)
 
 
 def _read_whole(
-    desk: Desk, parse: Callable[[Desk, bytes], B], data: bytes, prepare: Callable[..., T], *given: object
+    desk: Desk, parse: Callable[[Desk, bytes], B], data: bytes, prepare: Callable[..., T], *extra: object
 ) -> T:
     body = parse(desk, data)
     answer_grammar(body, desk.settings)  # before the prompt, which takes longer
-    return prepare(desk, body, *given)
+    return prepare(desk, body, *extra)
 
 
 def checked_model(named: str | None, settings: IngressSettings) -> str:

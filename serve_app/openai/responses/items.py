@@ -130,7 +130,7 @@ def _item(value: object, param: str) -> Item:
         kind = "item_reference" if isinstance(value, dict) and "id" in value and "role" not in value else "message"
     model = _KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
-        kinds = " or ".join(f"'{known}'" for known in _KINDS)
+        kinds = " or ".join(f"'{allowed}'" for allowed in _KINDS)
         raise bad_value(f"{param}.type", f"must be {kinds}: no other kind of item is supported by this server")
     try:
         return model.model_validate(value)

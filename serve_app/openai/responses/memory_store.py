@@ -120,8 +120,8 @@ class MemoryResponseStore:
 
     async def lost(self, tenant: str, some_id: str) -> bool:
         _, missing = self._chain(tenant, some_id)
-        made = made_at(missing or some_id)
-        return made is not None and made < self._begun
+        seconds = made_at(missing or some_id)
+        return seconds is not None and seconds < self._begun
 
     async def items(self, tenant: str, item_ids: Sequence[str], most_bytes: int) -> FoundItems:
         texts: list[str] = []

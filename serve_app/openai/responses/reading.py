@@ -71,20 +71,20 @@ def prepare_response(
     if kept is None and (body.previous_response_id is not None or references):
         return KeptNeeded(body.previous_response_id, tuple(id for _, id in references), tuple(i for i, _ in references))
     history, items = (None, FoundItems()) if kept is None else (kept.history, kept.items)
-    given = resolved(body.input, items.texts)
+    input_items = resolved(body.input, items.texts)
     model, settings = checked_model(body.model, desk.settings), desk.settings
     earlier = () if history is None else history.messages
-    check_calls(earlier, given)
-    own = messages_of(given)
+    check_calls(earlier, input_items)
+    own = messages_of(input_items)
     if not own:
         raise bad_value("input", "must have more than items of type 'reasoning', which are passed over")
     # Instructions are those of this turn alone: they stand first, and earlier ones are not carried over.
     first = () if body.instructions is None else (KeptMessage("system", body.instructions),)
-    said = (*first, *earlier, *own)
-    if len(said) > settings.max_messages:
-        most, had = settings.max_messages, len(said)
+    spoken = (*first, *earlier, *own)
+    if len(spoken) > settings.max_messages:
+        most, had = settings.max_messages, len(spoken)
         raise bad_value("input", f"at most {most} messages are allowed, earlier ones included, not {had}")
-    messages = [as_message(kept) for kept in said]
+    messages = [as_message(kept) for kept in spoken]
     tools = [function.described() for function in body.functions]
     blamed = body.blamed_for_length
     prompt = chat_prompt(desk.prompts, messages, "input", circumstances.limit, tools, length_param=blamed)

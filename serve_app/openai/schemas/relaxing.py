@@ -37,7 +37,7 @@ def faults(schema: Schema, refusal: Refusal, most: int) -> Iterator[tuple[Place,
     is refused, unless there would be more or the trials are used up."""
     order = {place: i for i, place in enumerate(_keywords(schema, ()))}
     left_out: set[Place] = set()
-    found = trials = 0
+    num_faults = trials = 0
 
     def tried(count: int) -> str | None:
         nonlocal trials
@@ -45,7 +45,7 @@ def faults(schema: Schema, refusal: Refusal, most: int) -> Iterator[tuple[Place,
         return refusal(_restricted(schema, (), lambda place: order[place] < count and place not in left_out))
 
     places, low = list(order), 0
-    while found < most and trials < MOST_TRIALS and (reason := tried(len(places))) is not None:
+    while num_faults < most and trials < MOST_TRIALS and (reason := tried(len(places))) is not None:
         high = len(places)
         while high - low > 1:
             middle = (low + high) // 2
@@ -58,7 +58,7 @@ def faults(schema: Schema, refusal: Refusal, most: int) -> Iterator[tuple[Place,
         if place[-1] in _EVERYWHERE:
             alike = [other for other in places if other[-1] == place[-1] and _at(schema, other) == _at(schema, place)]
         left_out.update(alike)
-        found += 1
+        num_faults += 1
         for other in alike:
             yield other, reason
 
