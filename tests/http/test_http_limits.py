@@ -140,9 +140,8 @@ def test_a_salted_session_is_found_with_its_salt(server: Server) -> None:
     assert server.client.delete("/v1/sessions/s", params=asked).status_code == 200
 
 
-def test_a_session_is_shown_where_it_was_used_last(server: Server) -> None:
+def test_a_session_is_shown_by_its_name_and_only_to_its_tenant(server: Server) -> None:
     server.engine.known_sessions = [
-        SessionInfo("a/b", "public", "old", 100, 96, 6, False, 60.0),
         SessionInfo("a/b", "public", "new", 120, 112, 7, False, 1.0),
         SessionInfo("a", "public", "old", 5, 5, 1, False, 0.5),
         SessionInfo("a/b", "other", "old", 5, 5, 1, False, 0.5),
