@@ -49,8 +49,9 @@ install: | $(BIN)/python
 
 test: lint
 	$(BIN)/moorage models fetch smollm2
-	CI=true $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster
-	CI=true $(BIN)/python -m pytest tests/cluster
+	@status=0; \
+	CI=true $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster || status=1; \
+	CI=true $(BIN)/python -m pytest tests/cluster || status=1; exit $$status
 
 test-capped: $(TESTED)
 	$(BIN)/moorage models fetch smollm2
