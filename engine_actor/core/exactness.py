@@ -14,11 +14,12 @@ from typing import Any
 
 from engine_actor.core.engine import Engine
 from engine_actor.decoding.decoder import Decoder, Launched, PackedStep
-from engine_actor.errors import InvalidOption
+from engine_actor.errors import EngineUnhealthy, InvalidOption
 from engine_actor.limits import EngineLimits, Numerics
 from engine_actor.manifest import DecoderManifest
 from engine_actor.memory.layout import PoolGeometry, PoolLayout
 from engine_actor.options import TurnOptions
+from engine_actor.requests.events import EngineEvent
 from engine_actor.requests.record import RequestStatus
 from engine_actor.sampling.logprobs import TokenLogprob
 from engine_actor.sampling.sample_row import SampleRow
@@ -28,6 +29,7 @@ ANSWER_TOKENS = 2
 COMPANY_TOKENS = 5
 COMPANY = 3
 LOGPROBS = 5
+MOST_ROLLBACKS = 3
 
 _PRICE = "near ties may fall either way in other company, so an answer may differ from run to run and after a failover"
 
@@ -36,8 +38,8 @@ def settle_numerics(decoder: Decoder, limits: EngineLimits, pools: PoolLayout) -
     """EXACT or FAST, whichever `limits.numerics` comes to here, and what to tell the operator of it. To be called when
     an engine has had the pools allocated, and before it has requests.
 
-    Raises InvalidOption where EXACT was chosen and the probe finds a difference; the engine itself refuses a decoder
-    that does not declare it.
+    Raises InvalidOption where EXACT was chosen and the probe finds a difference (the engine itself refuses a decoder
+    that does not declare it), and EngineUnhealthy where the decoder cannot make the steps of the probe.
     """
     if limits.numerics is Numerics.FAST:
         return Numerics.FAST, None
@@ -52,8 +54,8 @@ def settle_numerics(decoder: Decoder, limits: EngineLimits, pools: PoolLayout) -
 
 
 def find_difference(decoder: Decoder, limits: EngineLimits, pools: PoolLayout) -> str | None:
-    """In which company a row was another one; None: in none. Takes some twelve steps, of 100 tokens
-    in all."""
+    """In which company a row was another one; None: in none. Takes some twelve steps, of 100 tokens in all. Raises
+    EngineUnhealthy."""
     length = min(PROMPT_TOKENS, pools.max_length - COMPANY_TOKENS)
     rows = min(COMPANY, limits.max_batch_size, pools.max_residents, pools.tokens // _whole_blocks(pools))
     if length < 1 or rows < 1:
@@ -83,14 +85,21 @@ def _first_answer(
 ) -> list[tuple[int | None, TokenLogprob | None]]:
     """What the first prompt is answered, which comes when the others have begun to decode."""
     engine = Engine(_AllocatedDecoder(decoder), replace(limits, numerics=Numerics.FAST, prefix_reuse=False), pools)
+
+    def run() -> list[EngineEvent]:
+        events = list(engine.run(COMPANY))
+        if engine.metrics.rollbacks > MOST_ROLLBACKS:  # a step that fails is to be tried again, but not for ever
+            raise EngineUnhealthy(f"the probe of numerics makes no progress. {events[-1].message}")
+        return events
+
     first, *others = [engine.create_request() for _ in prompts]
     for request, prompt in zip(others, prompts[1:], strict=True):
         request.begin_turn(prompt, TurnOptions(COMPANY_TOKENS, ignore_eos=True))
-        engine.run(COMPANY)
+        run()
     first.begin_turn(prompts[0], TurnOptions(ANSWER_TOKENS, ignore_eos=True, logprobs=LOGPROBS))
     answer = []
     while first.status is not RequestStatus.IDLE or engine.has_pending_requests():
-        answer += [(event.token, event.logprob) for event in engine.run(COMPANY) if event.request_id == first.id]
+        answer += [(event.token, event.logprob) for event in run() if event.request_id == first.id]
     for request in (first, *others):
         request.close()
     return answer

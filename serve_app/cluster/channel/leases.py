@@ -69,8 +69,8 @@ class Leases:
     """
 
     def __init__(self, taken_out: Callable[[], bool] = lambda: False) -> None:
-        """`taken_out`: whether this replica has left the routers' sets, since it is stopped. Leases
-        last then; what bounds its calls is the time that it has to stop."""
+        """`taken_out`: whether this replica has left the routers' sets, since it is stopped. Leases last
+        then; what bounds its calls is the time that it has to stop."""
         self._taken_out = taken_out
         self._readers: dict[str, _Reader] = {}
         self._counting: asyncio.Task[None] | None = None

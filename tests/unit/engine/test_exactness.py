@@ -11,7 +11,7 @@ import pytest
 from engine_actor.core.exactness import settle_numerics
 from engine_actor.decoding.decoder import Decoder, PackedStep
 from engine_actor.decoding.torch_decoder import TorchDecoder
-from engine_actor.errors import InvalidOption
+from engine_actor.errors import EngineUnhealthy, InvalidOption
 from engine_actor.limits import EngineLimits, Numerics
 from engine_actor.memory.layout import plan_pools
 from engine_actor.options import TurnOptions
@@ -99,6 +99,25 @@ def test_any_pool_can_be_probed(blocks: int, limits: dict[str, Any]) -> None:
     pools = plan_pools(decoder.manifest, chosen, num_blocks=blocks)
     decoder.allocate(pools.geometry)
     assert settle_numerics(decoder, chosen, pools) == (EXACT, None)
+
+
+class FullDecoder(MixingDecoder):
+    """Has no memory for its first `failures` steps."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def forward(self, step: PackedStep) -> np.ndarray:
+        if len(self.steps) < self.failures:
+            self.fail_before = lambda: MemoryError("full")
+        return super().forward(step)
+
+
+def test_a_step_of_the_probe_that_fails_is_tried_again_but_not_for_ever() -> None:
+    assert settled(FullDecoder(3), AUTO) == (EXACT, None)
+    with pytest.raises(EngineUnhealthy, match=r"makes no progress.*MemoryError: full"):
+        settled(FullDecoder(10**9), AUTO)
 
 
 def test_an_engine_is_as_new_after_its_decoder_was_probed() -> None:
